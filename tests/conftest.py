@@ -23,6 +23,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from proxy_models.importable import mend_torchvision
 from proxy_models.training.compilation import missing_compiler
+from tests.muscale.gloo_ranks import GlooRanks
 
 settings.load_profile(
     "ci"
@@ -100,6 +101,16 @@ def fresh_dynamo() -> Iterator[None]:
         counters.clear()
         yield
     reset()
+
+
+@pytest.fixture(scope="session")
+def gloo_ranks() -> Iterator[GlooRanks]:
+    """Processes that train together, for all tests that need some."""
+    ranks = GlooRanks()
+    try:
+        yield ranks
+    finally:
+        ranks.end()
 
 
 @pytest.fixture(scope="session")

@@ -10,19 +10,24 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from muscale.full_runs.train.module import FullRunModule
 from tests.gpu_free.host_waits import STEPS, Steps, taken
+from tests.quick import quick_and_soak
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about torch's own code
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     "steps",
-    [
-        Steps(guarded=True),
+    quick_and_soak(
+        [
+            Steps(guarded=True),
+            Steps(layout="tensor", compiled=True),
+            Steps(guarded=True, experts=True),
+            Steps(optimizer="soap"),
+            Steps(layout="1f1b", optimizer="lamb"),
+        ],
         Steps(layout="tensor", compiled=True),
         Steps(guarded=True, experts=True),
-        Steps(optimizer="soap"),
-        Steps(layout="1f1b", optimizer="lamb"),
-    ],
+    ),
     ids=str,
 )
 def test_no_step_waits_and_compiled_blocks_are_one_graph(steps: Steps) -> None:

@@ -30,6 +30,7 @@ from muscale.store.statements import KEYS_AT_ONCE
 from muscale.study import Study
 from tests.load import big_ledger
 from tests.muscale.conftest import PostgresServer
+from tests.quick import quick_and_soak
 
 STORAGES = ("sqlite", "postgresql")
 MOST = 2.0  # times the CPU time for each row of the smaller ledger
@@ -110,7 +111,7 @@ OPERATIONS: dict[str, Callable[[Study], Any]] = {
 NOT_BY_ROW = ("results at rungs",)
 
 
-@pytest.fixture(params=STORAGES)
+@pytest.fixture(params=quick_and_soak(STORAGES, "sqlite"))
 def server(request: pytest.FixtureRequest) -> PostgresServer | None:
     return request.getfixturevalue("postgres") if request.param == "postgresql" else None
 

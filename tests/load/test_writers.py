@@ -110,6 +110,7 @@ def write_by_workers(directory: Path, n_workers: int, n_threads: int) -> None:
         ledger.close()
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_eight_writers_reach_the_actor_and_every_row_is_written_once(tmp_path: Path) -> None:

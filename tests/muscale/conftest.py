@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.muscale.gloo_ranks import GlooRanks
-
 if TYPE_CHECKING:
     from muscale.actors.cluster import Cluster
     from muscale.search.sweep import Sweep
@@ -136,16 +134,6 @@ def ray_cluster() -> Iterator[Cluster]:
 
     with cluster(ResourceSettings()) as joined:
         yield joined
-
-
-@pytest.fixture(scope="session")
-def gloo_ranks() -> Iterator[GlooRanks]:
-    """Processes that train full runs together, for all tests that need some."""
-    ranks = GlooRanks()
-    try:
-        yield ranks
-    finally:
-        ranks.end()
 
 
 class PostgresServer:

@@ -15,6 +15,7 @@ import pytest
 
 from muscale import interrupts
 from muscale.interrupts import defer_sigint, interruptible
+from tests.quick import quick_and_soak
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
@@ -79,7 +80,7 @@ def test_a_second_sigterm_soon_after_the_first_is_the_same_one_and_a_later_one_i
         assert len(heard) == 4
 
 
-@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("which", quick_and_soak((signal.SIGINT, signal.SIGTERM), signal.SIGTERM))
 def test_the_training_of_a_tokenizer_ends_at_once_with_the_process_that_it_runs_in(
     which: signal.Signals, make_study: Callable[[], Path]
 ) -> None:

@@ -27,8 +27,12 @@ ITS_OWN_RAY = ("06_cluster",)
 """Starts a cluster, and draws nothing."""
 OWN_SPACE = ("07_from_tune",)
 """Searches a space of its own, so it trains every stage anew."""
-LONG = (*ITS_OWN_RAY, *OWN_SPACE, "10_scores", "11_experts")
-"""Train for minutes; `make soak` runs them."""
+LONG = (
+    *ITS_OWN_RAY,
+    *OWN_SPACE,
+    *("02_transfer", "04_decide_and_promote", "09_clean_a_corpus", "10_scores", "11_experts", "12_amend"),
+)
+"""Train for half a minute or longer; `make soak` runs them."""
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from muscale.store.evaluations import Evaluated
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.outcome import Outcome
+from tests.quick import quick_and_soak
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -97,7 +98,9 @@ def attempts(study: Study, jobs: list[Job]) -> list[int]:
     return [path.stat().st_size if path.exists() else 0 for path in paths]
 
 
-@pytest.mark.parametrize(("fault", "most"), [("raises", MOST_FAILED), ("dies", MOST_LOST)])
+@pytest.mark.parametrize(
+    ("fault", "most"), quick_and_soak([("raises", MOST_FAILED), ("dies", MOST_LOST)], ("raises", MOST_FAILED))
+)
 def test_a_run_that_fails_each_time_ends_the_stage_once_the_others_are_trained(
     study: Study, fault: str, most: int
 ) -> None:
@@ -127,6 +130,7 @@ def test_ctrl_c_lets_the_run_under_way_finish(study: Study) -> None:
     assert sum(attempts(study, jobs)) == 1
 
 
+@pytest.mark.soak
 def test_ctrl_c_begins_no_further_evaluation_and_a_resumed_stage_takes_it(study: Study) -> None:
     job, *_ = grid(study)
     half = job.chain.until(job.hyperparameters.whole_batches(job.chain.last.end / 2))
@@ -144,6 +148,7 @@ def test_ctrl_c_begins_no_further_evaluation_and_a_resumed_stage_takes_it(study:
     assert [path.exists() for path in evaluations] == [True, True]
 
 
+@pytest.mark.soak
 def test_results_are_entered_in_the_ledger_of_their_study(make_study: Callable[[str], Path]) -> None:
     for name in ("one", "another"):
         study = Study.open(make_study(name), quiet=True)

@@ -204,8 +204,13 @@ def test_its_weights_are_the_run_s_and_give_its_loss_without_the_study(case: Cas
 @pytest.mark.parametrize(
     ("options", "hyperparameters", "guard"),
     [
-        ({"tied": True}, {"optimizer": "muon"}, None),
-        ({"norm": "layernorm", "biases": True}, {"optimizer": "lion"}, GuardSettings(action="rewind", window=8)),
+        pytest.param({"tied": True}, {"optimizer": "muon"}, None, marks=pytest.mark.soak),
+        pytest.param(
+            {"norm": "layernorm", "biases": True},
+            {"optimizer": "lion"},
+            GuardSettings(action="rewind", window=8),
+            marks=pytest.mark.soak,
+        ),
         (EXPERTS, {"optimizer": "muon"}, GuardSettings(action="rewind", window=8)),
         ({"qk_norm": True}, {"swap_optimizer": "adafactor", "swap_fraction": 0.5, "swap_learning_rate": 0.01}, None),
     ],

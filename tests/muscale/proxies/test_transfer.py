@@ -182,6 +182,7 @@ def test_the_quickstart_s_grid_is_of_rates_at_three_widths_and_two_further_lengt
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.soak
 def test_a_small_study_is_checked_in_width_and_depth_and_over_a_second_hyperparameter(make_study: MakeStudy) -> None:
     path = make_study()
     sizes = ["transfer.widths=[16, 32]", "transfer.depths=[1, 2]", "transfer.over.init_scale.points=5"]

@@ -227,6 +227,7 @@ def test_what_the_ledger_could_not_know_again_is_refused(role: str, method: obje
 QUICK = ["sweep.n_seeds=0", "sweep.top_k=1", "sweep.rungs=3", "sweep.trials=5", "sweep.n_tokens=4096"]
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_sweep_by_own_methods_that_broke_off_trains_nothing_twice(

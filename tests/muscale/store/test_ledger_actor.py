@@ -141,6 +141,7 @@ def test_a_heartbeat_outlasts_the_import_of_ray_in_another_thread(tmp_path: Path
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("postgres", "ray_cluster")
 def test_two_workers_that_reach_the_same_chain_train_it_once(make_study: MakeStudy) -> None:
     import ray

@@ -141,6 +141,7 @@ class TestTuner:
         assert all(h["learning_rate"] == 0.01 for h in copied)
         assert study.ledger.retrained() == []
 
+    @pytest.mark.soak
     def test_a_member_that_diverges_keeps_no_population_waiting_and_is_replaced(
         self, make_study: Callable[[], Path], tmp_path: Path
     ) -> None:

@@ -18,6 +18,9 @@ from proxy_models.architecture.decoder import Decoder, next_token_loss, training
 from proxy_models.architecture.memory import Precision
 from proxy_models.training.precision import DTYPES
 from tests.proxy_models.peak_memory import peak_bytes
+from tests.quick import quick_and_soak
+
+TERMS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "weights": torch.arange(24) % 3.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -84,10 +87,10 @@ def test_the_loss_of_tokens_that_count_is_the_mean_over_them(
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "terms"),
-    [
-        (torch.float32, 1e-6, {}),
-        (torch.bfloat16, 1e-3, {"label_smoothing": 0.1, "z_loss": 1e-2, "weights": torch.arange(24) % 3.0}),
-    ],
+    quick_and_soak(
+        [(torch.float32, 1e-6, {}), (torch.bfloat16, 1e-3, TERMS)],
+        (torch.bfloat16, 1e-3, TERMS),
+    ),
 )
 def test_compiled_chunks_have_the_same_loss_and_gradients(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, terms: dict[str, Any]

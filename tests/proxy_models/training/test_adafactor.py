@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.multiprocessing.spawn import spawn
 
 from proxy_models.training.adafactor import Adafactor
+from tests.muscale.gloo_ranks import GlooRanks
 
 SHAPES = ((31, 20), (20,), (6, 40), (3, 10, 4), (1, 5, 6), (4, 3, 2, 2))
 N_STEPS = 20
@@ -84,18 +83,16 @@ def test_a_matrix_keeps_its_rows_and_columns_only_and_no_gradient_moves_nothing(
     assert tensors[1] not in optimizer.state
 
 
-def _train_sharded(rank: int, rendezvous: str, expected: list[Tensor]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+def _train_sharded() -> None:
+    dist.init_process_group("gloo")
+    expected = [parameter.detach() for parameter in train(Adafactor, parameters())]
     mesh = init_device_mesh("cpu", (2,))
     sharded = [nn.Parameter(distribute_tensor(tensor.detach(), mesh, [Shard(0)])) for tensor in parameters()]
     train(Adafactor, sharded, lambda gradient: distribute_tensor(gradient, mesh, [Shard(0)]))
     for parameter, whole in zip(sharded, expected, strict=True):
         assert isinstance(parameter.data, DTensor)
         torch.testing.assert_close(parameter.data.full_tensor(), whole, rtol=1e-5, atol=1e-7)
-    dist.barrier()
-    os._exit(0)  # an orderly end may abort in gloo's threads
 
 
-def test_shards_of_uneven_sizes_are_trained_as_the_whole(tmp_path: Any) -> None:
-    expected = [parameter.detach() for parameter in train(Adafactor, parameters())]
-    spawn(_train_sharded, (str(tmp_path / "rendezvous"), expected), nprocs=2)  # type: ignore[no-untyped-call]
+def test_shards_of_uneven_sizes_are_trained_as_the_whole(gloo_ranks: GlooRanks) -> None:
+    gloo_ranks.call(_train_sharded, world_size=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.multiprocessing.spawn import spawn
 
 from proxy_models.architecture.sharded import whole
 from proxy_models.training.adafactor import Adafactor
 from proxy_models.training.lamb import LAMB
 from proxy_models.training.muon import MuonWithAdamW
 from proxy_models.training.soap import SOAPWithAdamW
+from tests.muscale.gloo_ranks import GlooRanks
 
 STAGES = 2
 TOLERANCE = {"adafactor": 1e-5, "lamb": 1e-5, "soap": 1e-4, "muon": 2e-2}  # Muon's matrices are computed in bf16
@@ -47,8 +46,8 @@ def trained(name: str, stage: int, laid_out: Any = lambda values: values) -> lis
     return [parameter.detach() for parameter in parameters]
 
 
-def _train_stages(rank: int, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=4)
+def _train_stages() -> None:
+    dist.init_process_group("gloo")
     world = init_device_mesh("cpu", (STAGES, 2, 1), mesh_dim_names=("stages", "shards", "tensor"))
     stage = world.get_local_rank("stages")
     for mesh, placements in ((world["shards"], [Shard(0)]), (world["shards", "tensor"], [Shard(0), Replicate()])):
@@ -56,9 +55,7 @@ def _train_stages(rank: int, rendezvous: str) -> None:
             found = trained(name, stage, partial(distribute_tensor, device_mesh=mesh, placements=placements))
             for ours, alone in zip(found, trained(name, stage), strict=True):
                 torch.testing.assert_close(whole(ours), alone, rtol=tolerance, atol=tolerance)
-    dist.barrier()
-    os._exit(0)  # an orderly end may abort in gloo's threads
 
 
-def test_ranks_of_a_part_of_the_world_train_as_one_process(tmp_path: Any) -> None:
-    spawn(_train_stages, (str(tmp_path / "rendezvous"),), nprocs=4)  # type: ignore[no-untyped-call]
+def test_ranks_of_a_part_of_the_world_train_as_one_process(gloo_ranks: GlooRanks) -> None:
+    gloo_ranks.call(_train_stages, world_size=4)

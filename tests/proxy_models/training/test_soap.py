@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,11 @@ from pytorch_optimizer import SOAP
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.multiprocessing.spawn import spawn
 
 from proxy_models.architecture.sharded import laid_out, whole
 from proxy_models.training import soap
 from proxy_models.training.soap import SOAPWithAdamW
+from tests.muscale.gloo_ranks import GlooRanks
 
 SHAPES = ((6, 10), (6, 10), (12, 5), (6, 10))
 RATE, EPS, BETAS = 0.01, 1e-12, (0.9, 0.95)
@@ -98,8 +97,18 @@ def test_the_first_step_finds_the_eigenbasis_and_only_decays() -> None:
     assert all(set(optimizer.state[parameter]) == {"step"} for parameter in (found[1], found[3]))
 
 
-def _train_sharded(rank: int, rendezvous: str, expected: list[list[Tensor]], state: list[dict[str, Tensor]]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=4)
+def _train_sharded() -> None:
+    dist.init_process_group("gloo")
+    matrices, stack_alone = parameters(), parameters(((5, 6, 4),))
+    alone_optimizer = optimizer_of(matrices)
+    train(matrices, alone_optimizer, steps=range(12))
+    state = [
+        {"weight": p.detach().clone(), **{k: v.clone() for k, v in alone_optimizer.state[p].items()}} for p in matrices
+    ]
+    expected = [
+        [one.clone() for one in train(matrices, alone_optimizer, steps=range(12, N_STEPS))],
+        train(stack_alone, optimizer_of(stack_alone, stack=True)),
+    ]
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     flat = init_device_mesh("cpu", (4,))
     layouts: list[tuple[Any, Any]] = [
@@ -127,17 +136,7 @@ def _train_sharded(rank: int, rendezvous: str, expected: list[list[Tensor]], sta
                 assert kind == "step" or (isinstance(value, DTensor) and len(whole(value)) == len(value))
             owned = optimizer.state[sharded[0]]["exp_avg"].to_local()
             assert len(owned) <= -(-len(optimizer.state[sharded[0]]["exp_avg"]) // 2) or stack
-    dist.barrier()
-    os._exit(0)  # an orderly end may abort in gloo's threads
 
 
-def test_ranks_that_share_matrices_go_on_from_the_state_of_one_process_as_it_does(tmp_path: Any) -> None:
-    matrices, stack = parameters(), parameters(((5, 6, 4),))
-    optimizer = optimizer_of(matrices)
-    train(matrices, optimizer, steps=range(12))
-    state = [{"weight": p.detach().clone(), **{k: v.clone() for k, v in optimizer.state[p].items()}} for p in matrices]
-    expected = [
-        [one.clone() for one in train(matrices, optimizer, steps=range(12, N_STEPS))],
-        train(stack, optimizer_of(stack, stack=True)),
-    ]
-    spawn(_train_sharded, (str(tmp_path / "rendezvous"), expected, state), nprocs=4)  # type: ignore[no-untyped-call]
+def test_ranks_that_share_matrices_go_on_from_the_state_of_one_process_as_it_does(gloo_ranks: GlooRanks) -> None:
+    gloo_ranks.call(_train_sharded, world_size=4)

@@ -36,6 +36,7 @@ def test_sizes_are_as_sure_as_the_fits_and_the_runs_make_them(fitted: ScalingFit
     assert set(shapes.intervals.loc["n_params"]) <= {1e8, 1e9, 1e10, 1e11}
 
 
+@pytest.mark.soak
 def test_the_interval_of_the_best_size_covers_at_its_level(planted: Law, ladder: Callable[..., pd.DataFrame]) -> None:
     """Of ladders of twenty runs of Chinchilla's form, and of a joint one as public ladders have it."""
     held = []

@@ -11,6 +11,7 @@ from scipy.optimize import minimize
 
 from scaling import Joint, Law, ScalingError, ScalingFit, TiedChinchilla, fit
 from scaling.minimizers.newton import huber
+from tests.quick import quick_and_soak
 
 Ladder = Callable[..., pd.DataFrame]
 TARGET = {"n_params": 1e9, "n_tokens": 2e10}
@@ -58,7 +59,7 @@ def test_the_estimate_lies_inside_and_levels_are_nested(ladder: Ladder, name: st
     assert most.table["root"].iloc[0] < 0 < most.table["root"].iloc[-1]
 
 
-@pytest.mark.parametrize("repeats", [1, 4])
+@pytest.mark.parametrize("repeats", quick_and_soak((1, 4), 4))
 def test_intervals_cover_what_was_planted(ladder: Ladder, planted: Law, repeats: int) -> None:
     """Rows of one run share its noise: four to a run are hardly better than one, and the interval shows it."""
     exponent = planted["beta"] / (planted["alpha"] + planted["beta"])

@@ -25,6 +25,7 @@ from scaling.fits.sparsity import with_sparsity
 from scaling.forms import FORECAST_FORMS, form_named
 from scaling.forms.expert_law import ExpertPowers, JointExperts
 from tests.benchmarks import routed_law
+from tests.quick import quick_and_soak
 
 NUMBERS = {"E": 1.7, "A": 90.0, "B": 600.0, "alpha": 0.3, "beta": 0.3, "A_total": 30.0, "alpha_total": 0.25, "h": 0.8}
 PLANTED = MixtureOfExperts().law(**NUMBERS)
@@ -337,7 +338,7 @@ def test_the_problem_is_of_three_counts() -> None:
     assert problem.centre[2] - problem.centre[0] == pytest.approx(np.log(SPARSITIES).mean())
 
 
-@pytest.mark.parametrize("router", routed_law.ROUTERS)
+@pytest.mark.parametrize("router", quick_and_soak(routed_law.ROUTERS, "S-Base"))
 def test_public_runs_held_out_are_forecast_better_than_by_published_forms(router: str, public_tables: object) -> None:
     """Largest size, and the two largest numbers of experts: our error is below the dense form's and below Clark et al.'s."""
     runs = routed_law.ladder(router)

@@ -29,6 +29,7 @@ from proxy_models.recipes.segments import chain
 from proxy_models.training import optimizer
 from proxy_models.training.guard_settings import GuardSettings
 from tests.muscale.forked_ranks import BATCH, STEPS, Fault, ended, interrupt, losses, result, rows, start, train_on
+from tests.quick import quick_and_soak
 
 
 def standing(run: FullRun) -> list[int]:
@@ -80,7 +81,11 @@ def while_the_other_writes(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "killed", "shards", "has_manifest"),
-    [(before_the_manifest, 0, 2, False), (after_the_manifest, 0, 2, True), (while_the_other_writes, 1, 1, False)],
+    quick_and_soak(
+        [(before_the_manifest, 0, 2, False), (after_the_manifest, 0, 2, True), (while_the_other_writes, 1, 1, False)],
+        (before_the_manifest, 0, 2, False),
+        (while_the_other_writes, 1, 1, False),
+    ),
 )
 def test_a_kill_during_a_save_leaves_the_checkpoint_before_it_and_the_same_losses(
     run: FullRun, tmp_path: Path, fault: Fault, killed: int, shards: int, has_manifest: bool
@@ -104,7 +109,7 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before_it_and_the_same_losse
     assert standing(run) == [12, 16]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", quick_and_soak((1, 3), 3))
 def test_a_swapped_optimizer_and_a_later_stage_resume_in_their_middle_at_another_world_size(
     run: FullRun, tmp_path: Path, world_size: int
 ) -> None:

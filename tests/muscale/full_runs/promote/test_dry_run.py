@@ -224,7 +224,7 @@ def test_an_open_layout_is_chosen_by_the_prediction_and_what_is_stated_stays(loo
 
 
 def test_a_family_of_ones_own_is_planned_by_its_members_and_its_memory_is_traced(look: Look) -> None:
-    base = Recurrent(vocab_size=256, context_length=128).member(32, 2)
+    base = Recurrent(vocab_size=256, context_length=32).member(32, 2)
     on_gpus = ("resources.gpus_per_worker=1.0", 'plan.accelerator="H100 SXM"')
     found = look(*on_gpus, model=base)
     assert found.plan.precision == "bf16"

@@ -145,8 +145,8 @@ def test_a_family_s_traced_memory_is_held_by_each_of_two_ranks(
 ) -> None:
     monkeypatch.setattr("proxy_models.training.traced_memory.MIN_UNIT_PARAMS", min_unit_params)
     traced_memory.cache_clear()
-    member = Recurrent(vocab_size=256, context_length=32).member(64, 4)
-    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256).resolve(25600)
+    member = Recurrent(vocab_size=256, context_length=16).member(64, 4)
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=128).resolve(12800)
     numerics = Numerics(model=member, base=member, corpus_key="", seed=0, evaluation_tokens=32)
     traced = traced_memory(member, micro_batch=SEQUENCES, sharding=sharding, world_size=2)
     layout = Parallelism(sharding=sharding)
@@ -156,8 +156,8 @@ def test_a_family_s_traced_memory_is_held_by_each_of_two_ranks(
 
 
 def test_a_pass_of_a_family_takes_the_sequences_that_fit_by_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    member = Recurrent(vocab_size=256, context_length=32).member(64, 2)
-    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=24 * 32).resolve(24 * 3200)
+    member = Recurrent(vocab_size=256, context_length=8).member(64, 2)
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=24 * 8).resolve(24 * 800)
     numerics = Numerics(model=member, base=member, corpus_key="", seed=0, evaluation_tokens=32)
     limit = traced_memory(member, micro_batch=5).total
     monkeypatch.setattr("muscale.full_runs.train.sharding.memory_limit", lambda _device: limit)

@@ -40,6 +40,7 @@ from proxy_models.recipes.segments import chain
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.step import Stepper
 from tests.muscale.forked_ranks import BATCH, STEPS, ended, losses, result, rows, start, train_on
+from tests.quick import quick_and_soak
 
 READS = ("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "new_tensor")
 BOUNDARIES = {0, 1, 6, 12, 16}  # before the first step, after it, the checkpoints, the end
@@ -170,7 +171,9 @@ def test_a_rank_that_loses_its_peer_keeps_the_rows_of_the_steps_they_took(run: F
     assert (stop["rank"], stop["step"]) == (0, SPIKE)
 
 
-@pytest.mark.parametrize(("saved", "written"), [(20, 20), (100, 17)], ids=["after a checkpoint", "without one"])
+@pytest.mark.parametrize(
+    ("saved", "written"), quick_and_soak([(20, 20), (100, 17)], (20, 20)), ids=["after a checkpoint", "without one"]
+)
 def test_rank_0_killed_costs_the_rows_since_the_last_read_and_they_are_written_as_its_steps_are_taken_again(
     run: FullRun, tmp_path: Path, saved: int, written: int
 ) -> None:

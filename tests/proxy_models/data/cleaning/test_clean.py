@@ -32,6 +32,7 @@ from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.documents import in_validation
 from proxy_models.data.leaks.leak_search import find_leaks
 from proxy_models.data.sources import CorpusError, Source
+from tests.quick import quick_and_soak
 
 FRACTION = 0.2
 SYLLABLES = ["ba", "de", "fi", "go", "lu", "mar", "nes", "pol", "rit", "sun", "tev", "zak"]
@@ -392,13 +393,17 @@ clean(
 
 @pytest.mark.parametrize(
     "until",
-    [
+    quick_and_soak(
+        (
+            "read/corpus/00003.json",
+            "step1/corpus/00003.json",
+            "step2/corpus/00003.json",
+            "step2.json learned/corpus/00003.npz",
+            "step3/corpus/00003.json",
+        ),
         "read/corpus/00003.json",
-        "step1/corpus/00003.json",
-        "step2/corpus/00003.json",
         "step2.json learned/corpus/00003.npz",
-        "step3/corpus/00003.json",
-    ],
+    ),
 )
 def test_a_killed_process_is_continued(tmp_path: Path, until: str) -> None:
     texts = [text_of(seed % 150) for seed in range(200)] + with_leaks()[0]
