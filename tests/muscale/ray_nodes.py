@@ -96,6 +96,10 @@ class RayNodes:
         """Whether a job runs no more, however it ended."""
         return self.request(f"/api/jobs/{job}")["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
 
+    def logs(self, job: str) -> str:
+        """What a job has printed so far; `ray job logs` would take seconds to start."""
+        return str(self.request(f"/api/jobs/{job}/logs")["logs"])
+
     def ends(self, job: str, seconds: float = _SECONDS) -> dict[str, Any]:
         """Wait for a job's end; returns the job API's details."""
         wait(lambda: self.has_ended(job), f"job {job} to end", seconds)
@@ -104,7 +108,7 @@ class RayNodes:
     def reaches(self, job: str, happened: Callable[[], bool], what: str) -> None:
         """Wait for something that a running job does; a job that ended without it shows its log."""
         wait(lambda: happened() or self.has_ended(job), what)
-        assert happened(), f"job {job} ended before {what}: {self.job('logs', job).stdout}"
+        assert happened(), f"job {job} ended before {what}: {self.logs(job)}"
 
     def close(self) -> None:
         """End every node, the head last; gently, each would first drain for half a minute."""

@@ -50,7 +50,7 @@ batch_tokens = 8
 [sweep]
 trials = 4
 n_tokens = 8192
-rungs = 2
+rungs = 1
 searcher = "grid"
 grid_points = 4
 scheduler = "none"
@@ -65,7 +65,7 @@ widths = [32, 64, 128]
 n_tokens = 8192
 rates = 5
 octaves = 3.0
-horizons = [0.5, 1.0]
+horizons = [1.0]
 
 [ladder]
 stems = [

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from itertools import groupby
 from typing import Any
@@ -114,6 +114,7 @@ def _line(printed: str) -> tuple[str, list[str]]:
     return ("pairs", list(pair.groups())) if pair else ("sentences", [printed])
 
 
+@cache
 def templates() -> jinja2.Environment:
     """Return the page's templates; values are escaped, and an unknown name is an error."""
     environment = jinja2.Environment(

@@ -117,7 +117,7 @@ class Attending(Recurrent):
 def test_a_long_recurrence_takes_what_shorter_sequences_take_and_attention_beside_it_is_seen(
     monkeypatch: pytest.MonkeyPatch, kind: type[Recurrent], *, is_shortened: bool
 ) -> None:
-    member = kind(vocab_size=16, context_length=64).member(64, 1)
+    member = kind(vocab_size=16, context_length=96).member(64, 1)
     contexts: set[int] = set()
     forward = Network.forward
 
@@ -131,7 +131,7 @@ def test_a_long_recurrence_takes_what_shorter_sequences_take_and_attention_besid
         contexts.clear()
         monkeypatch.setattr("proxy_models.training.traced_memory._MANY_OPERATORS", many)
         traced_memory.cache_clear()
-        found.append((traced_memory(member, micro_batch=2), 64 in contexts))
+        found.append((traced_memory(member, micro_batch=2), 96 in contexts))
     (short, whole_for_short), (whole, _) = found
     assert short == whole
     assert whole_for_short is not is_shortened

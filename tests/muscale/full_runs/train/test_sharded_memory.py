@@ -30,6 +30,7 @@ from tests.muscale.fake_ranks import rank_of
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.proxy_models.families import Recurrent
 from tests.proxy_models.peak_memory import peak_bytes
+from tests.quick import quick_and_soak
 
 SEQUENCES = 4
 TENSOR = Parallelism(tensor_parallel=2)
@@ -139,14 +140,17 @@ def own_bytes(
     return held(list(built.parameters())), held(gradients), held(moments), peak
 
 
-@pytest.mark.parametrize(("sharding", "min_unit_params"), [("full", MIN_UNIT_PARAMS), ("full", 0), ("none", 0)])
+@pytest.mark.parametrize(
+    ("sharding", "min_unit_params"),
+    quick_and_soak([("full", MIN_UNIT_PARAMS), ("full", 0), ("none", 0)], ("full", 0)),
+)
 def test_a_family_s_traced_memory_is_held_by_each_of_two_ranks(
     gloo_ranks: GlooRanks, monkeypatch: pytest.MonkeyPatch, sharding: Sharding, min_unit_params: int
 ) -> None:
     monkeypatch.setattr("proxy_models.training.traced_memory.MIN_UNIT_PARAMS", min_unit_params)
     traced_memory.cache_clear()
-    member = Recurrent(vocab_size=256, context_length=16).member(64, 4)
-    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=128).resolve(12800)
+    member = Recurrent(vocab_size=256, context_length=32).member(64, 4)
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256).resolve(25600)
     numerics = Numerics(model=member, base=member, corpus_key="", seed=0, evaluation_tokens=32)
     traced = traced_memory(member, micro_batch=SEQUENCES, sharding=sharding, world_size=2)
     layout = Parallelism(sharding=sharding)
