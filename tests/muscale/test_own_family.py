@@ -30,9 +30,9 @@ PATHS = (str(ROOT / "platform"), str(ROOT))
 NAME = "tests.proxy_models.families:Recurrent"
 SMALL = (
     "model.context_length=16",
-    "check.widths=[16, 32, 64]",
     "sweep.trials=2",
     "transfer.widths=[16, 32]",
+    "transfer.horizons=[1.0, 2.0]",
     "fit.n_bootstrap=100",
     'sweep.space.learning_rate={distribution="log_uniform", low=0.03, high=0.1}',
 )

@@ -65,7 +65,7 @@ widths = [32, 64, 128]
 n_tokens = 8192
 rates = 5
 octaves = 3.0
-horizons = [1.0]
+horizons = [1.0, 2.0]
 
 [ladder]
 stems = [

@@ -24,7 +24,6 @@ from muscale.store.evaluations import Evaluated
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
 from muscale.store.outcome import Outcome
-from tests.quick import quick_and_soak
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -98,9 +97,8 @@ def attempts(study: Study, jobs: list[Job]) -> list[int]:
     return [path.stat().st_size if path.exists() else 0 for path in paths]
 
 
-@pytest.mark.parametrize(
-    ("fault", "most"), quick_and_soak([("raises", MOST_FAILED), ("dies", MOST_LOST)], ("raises", MOST_FAILED))
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("fault", "most"), [("raises", MOST_FAILED), ("dies", MOST_LOST)])
 def test_a_run_that_fails_each_time_ends_the_stage_once_the_others_are_trained(
     study: Study, fault: str, most: int
 ) -> None:

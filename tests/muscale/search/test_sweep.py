@@ -49,7 +49,7 @@ def sweep(path: Path, *settings: str) -> Study:
 
 @pytest.mark.parametrize(
     ("searcher", "scheduler"),
-    quick_and_soak(COVERING, ("across_scales", "asha"), ("tune:OptunaSearch", "tune:HyperBandScheduler")),
+    quick_and_soak(COVERING, ("across_scales", "asha")),
 )
 def test_every_method_runs_in_tune(make_study: MakeStudy, searcher: str, scheduler: str) -> None:
     check_pair(make_study(), searcher, scheduler)

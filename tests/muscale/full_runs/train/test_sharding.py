@@ -167,7 +167,7 @@ def test_ranks_that_share_a_sequence_have_the_steps_of_one_process_which_continu
     np.testing.assert_allclose(losses(alone), losses(whole), rtol=rtol)
 
 
-@pytest.mark.parametrize("layout", quick_and_soak(LAYOUTS, "full, uneven", "tensor"))
+@pytest.mark.parametrize("layout", quick_and_soak(LAYOUTS, "full, uneven"))
 def test_a_layout_has_the_losses_of_one_process_and_resumes(
     make_run: MakeRun, gloo_ranks: GlooRanks, layout: str
 ) -> None:
