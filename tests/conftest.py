@@ -32,19 +32,22 @@ settings.load_profile(
 
 _LONGEST = (
     "tests/muscale/test_study.py",
-    "tests/muscale/search/test_sweep.py",
     "tests/notebooks/test_notebooks.py",
     "tests/muscale/test_own_family.py",
     "tests/muscale/test_cluster.py",
+    "tests/muscale/search/test_sweep.py",
     "tests/muscale/full_runs/train/test_sharding.py",
     "tests/muscale/full_runs/train/test_pipelines.py",
-    "tests/muscale/search/test_tune_run.py",
-    "tests/muscale/pages/test_browser_report.py",
+    "tests/proxy_models/coordinates/test_measurement.py",
+    "tests/proxy_models/training/test_traced_memory.py",
     "tests/muscale/full_runs/train/test_module.py",
     "tests/muscale/full_runs/promote/test_prepared.py",
-    "tests/muscale/full_runs/checkpoints/test_save.py",
-    "tests/muscale/store/test_ledger_actor.py",
-    "tests/muscale/full_runs/train/test_layouts_bf16.py",
+    "tests/muscale/search/test_tune_run.py",
+    "tests/muscale/actors/test_jobs.py",
+    "tests/muscale/full_runs/promote/test_final_scores.py",
+    "tests/muscale/tune/test_tune.py",
+    "tests/muscale/search/test_engine.py",
+    "tests/muscale/pages/test_browser_report.py",
 )
 """Files that take longest, the longest first."""
 

@@ -23,6 +23,7 @@ from proxy_models.architecture import counted
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import ModuleConfig
 from tests.proxy_models.families import TRANSFORMERS
+from tests.quick import quick_and_soak
 
 MakeStudy = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
@@ -142,12 +143,12 @@ def settings(*more: str) -> list[str]:
     return [word for setting in (*SMALL, *more) for word in ("--set", setting)]
 
 
-def run_as_reader(study: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_as_reader(study: Path, folder: Path, *, promotes: bool) -> subprocess.CompletedProcess[str]:
     """Every command that only reads, in a process where importing the family would leave a file and fail."""
     trap = folder / "trap" / "tests"
     trap.mkdir(parents=True)
     (trap / "__init__.py").write_text(f"open({str(folder / 'imported')!r}, 'w')\nraise SystemExit('imported')\n")
-    commands = [[*command, *settings()] for command in READERS]
+    commands = [[*command, *settings()] for command in READERS if promotes or command[0] != "watch"]
     return subprocess.run(
         [sys.executable, "-c", READ.format(commands=commands, small=list(SMALL)), str(study)],
         cwd=folder,
@@ -160,26 +161,27 @@ def run_as_reader(study: Path, folder: Path) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("promotes", quick_and_soak((False, True), False))
 def test_every_stage_trains_the_family_and_readers_import_nothing(
-    own_study: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    own_study: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], promotes: bool
 ) -> None:
-    arguments = [str(own_study), "--force", *settings()]
-    assert entry.run(["run", *arguments]) in (0, 1)
+    command = [*(("run", "--force") if promotes else ("plan",)), str(own_study), *settings()]
+    assert entry.run(command) in (0, 1)
     shown = capfd.readouterr()
     assert f"importing the model family {NAME} from" in shown.err
-    assert "measured" in shown.out
+    assert ("measured" in shown.out) is promotes
     study = Study.open(own_study, SMALL, quiet=True)
     runs = study.runs()
-    assert set(runs["purpose"]) == {"sweep", "transfer", "ladder", "full"}
+    assert set(runs["purpose"]) == {"sweep", "transfer", "ladder"} | ({"full"} if promotes else set())
     before = len(runs)
-    assert entry.run(["run", *arguments]) in (0, 1)
+    assert entry.run(command) in (0, 1)
     assert len(Study.open(own_study, SMALL, quiet=True).runs()) == before, "trained again"
 
-    read = run_as_reader(own_study, tmp_path)
+    read = run_as_reader(own_study, tmp_path, promotes=promotes)
     assert read.returncode == 0, read.stdout + read.stderr
     assert not (tmp_path / "imported").exists()
-    (full,) = (own_study.parent / "full_runs").iterdir()
-    assert f"plan {full.name}" in read.stdout
+    (plan,) = (path.name for path in (own_study.parent / "full_runs").iterdir()) if promotes else (study.plan().key,)
+    assert f"plan {plan}" in read.stdout
 
 
 @pytest.fixture

@@ -146,6 +146,7 @@ def check_that_another_budget_is_tried_and_registered_beside(
     assert latest["plan"] == other["key"]
 
 
+@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_every_stage_runs_the_program_its_law_is_found_and_readers_never_run_it(
