@@ -1,5 +1,7 @@
 """What a machine lacks skips the tests that need it; on CI it fails them, as nobody would see the skip."""
 
+from __future__ import annotations
+
 import gc
 import os
 import re
@@ -14,7 +16,7 @@ os.environ["WANDB_MODE"] = "disabled"  # no test is shown to the owner of a key;
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,7 +25,11 @@ from xdist.scheduler import LoadFileScheduling
 
 from proxy_models.importable import mend_torchvision
 from proxy_models.training.compilation import missing_compiler
+from tests.muscale.conftest import SEVEN_RATES, write_text
 from tests.muscale.gloo_ranks import GlooRanks
+
+if TYPE_CHECKING:
+    from muscale.actors.cluster import Cluster
 
 settings.load_profile(
     "ci"
@@ -65,7 +71,9 @@ class Shares(LoadFileScheduling):  # type: ignore[misc]
 
 @cache
 def _needs_ray(file: str) -> bool:
-    return re.search("mark.cluster|ray_cluster", (Path(__file__).parents[1] / file).read_text()) is not None
+    return (
+        re.search("mark.cluster|ray_cluster|planned_study", (Path(__file__).parents[1] / file).read_text()) is not None
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -104,6 +112,30 @@ def fresh_dynamo() -> Iterator[None]:
         counters.clear()
         yield
     reset()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Cluster]:
+    """One Ray on this machine for all tests that need one."""
+    from muscale.actors.cluster import cluster
+    from muscale.settings.tables import ResourceSettings
+
+    with cluster(ResourceSettings()) as joined:
+        yield joined
+
+
+@pytest.fixture(scope="session")
+def planned_study(tmp_path_factory: pytest.TempPathFactory, ray_cluster: Cluster) -> Path:
+    """The file of a micro-study that is trained up to its plan; tests copy its folder."""
+    from muscale import Study
+
+    path = tmp_path_factory.mktemp("planned") / "study.toml"
+    write_text(path.with_name("text"))
+    path.write_text(SEVEN_RATES)
+    study = Study.open(path, quiet=True)
+    study.plan()
+    study.ledger.close()
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ from muscale import Study
 from muscale.layout import LEDGER
 from tests.faults.drivers import SETTINGS, Driver, Undisturbed, recorded, trained_tokens
 from tests.faults.lean import begin, finish
-from tests.muscale.conftest import MICRO, postgres_server, ray_cluster, write_text
+from tests.muscale.conftest import MICRO, postgres_server, write_text
 
-__all__ = ["postgres_server", "ray_cluster"]
+__all__ = ["postgres_server"]
 TWO_AT_ONCE = MICRO.replace("workers = 1 ", "workers = 2 ")
 
 

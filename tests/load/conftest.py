@@ -1,5 +1,5 @@
 """The studies and servers of the application's tests."""
 
-from tests.muscale.conftest import make_study, postgres, postgres_server, ray_cluster
+from tests.muscale.conftest import make_study, postgres, postgres_server
 
-__all__ = ["make_study", "postgres", "postgres_server", "ray_cluster"]
+__all__ = ["make_study", "postgres", "postgres_server"]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from muscale.actors.cluster import Cluster
     from muscale.search.sweep import Sweep
     from muscale.store.ledger import Ledger
 
@@ -79,6 +78,10 @@ evaluate_every_tokens = 102400
 """
 
 
+SEVEN_RATES = MICRO.replace("rates = 5\n", "rates = 7\n")
+"""With them the drift has an error, and the gate opens."""
+
+
 def write_text(folder: Path, *, documents: int = 40, words: int = 600) -> None:
     """Text with something to learn: words from a small vocabulary, some far likelier than others."""
     generator = random.Random(0)
@@ -124,16 +127,6 @@ def swept(make_study: Callable[[], Path]) -> Iterator[Sweep]:
     ledger = Ledger(path.parent / "ledger.sqlite")
     yield open_sweep(path, ledger)
     ledger.close()
-
-
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[Cluster]:
-    """One Ray on this machine for all tests that need one."""
-    from muscale.actors.cluster import cluster
-    from muscale.settings.tables import ResourceSettings
-
-    with cluster(ResourceSettings()) as joined:
-        yield joined
 
 
 class PostgresServer:

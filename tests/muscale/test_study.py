@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -67,6 +68,8 @@ def test_every_stage_runs_and_a_driver_killed_or_interrupted_on_the_way_changes_
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     killed = make_study("killed")
+    if not stages:
+        shutil.copytree(request.getfixturevalue("planned_study").parent, killed.parent, dirs_exist_ok=True)
     ledger = killed.parent / "ledger.sqlite"
     kept: dict[str, str] = {}
     for stage in stages:

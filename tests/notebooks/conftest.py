@@ -1,5 +1,5 @@
-"""The Ray that the application's tests share."""
+"""The studies that the application's tests write."""
 
-from tests.muscale.conftest import ray_cluster
+from tests.muscale.conftest import make_study
 
-__all__ = ["ray_cluster"]
+__all__ = ["make_study"]

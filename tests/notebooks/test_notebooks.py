@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from traitlets.config import Config
 
-from tests.muscale.conftest import MICRO, write_text
+from tests.muscale.conftest import SEVEN_RATES
 
 pytestmark = pytest.mark.cluster
 
@@ -36,22 +37,24 @@ LONG = (
 
 
 @pytest.fixture(scope="module")
-def shared_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The place where each notebook reuses what an earlier one trained."""
-    return checkout(tmp_path_factory.mktemp("checkout"))
+def shared_place(tmp_path_factory: pytest.TempPathFactory, planned_study: Path) -> Path:
+    """The place where each notebook reuses what is trained."""
+    return checkout(tmp_path_factory.mktemp("checkout"), planned_study)
 
 
 @pytest.fixture
-def place(path: Path, shared_place: Path, tmp_path: Path) -> Path:
+def place(path: Path, request: pytest.FixtureRequest, make_study: Callable[[], Path], tmp_path: Path) -> Path:
     """The place of a notebook: its own, where it has another ledger or another space than the others."""
-    return checkout(tmp_path) if path.stem in ITS_OWN_RAY + OWN_SPACE else shared_place
+    if path.stem in ITS_OWN_RAY + OWN_SPACE:
+        (study := make_study()).write_text(SEVEN_RATES)
+        return checkout(tmp_path / "checkout", study)
+    return Path(request.getfixturevalue("shared_place"))
 
 
-def checkout(root: Path) -> Path:
-    """The `notebooks` of a checkout that has both folders. Seven rates give the drift an error, and the gate opens."""
+def checkout(root: Path, study: Path) -> Path:
+    """The `notebooks` of a checkout, next to a copy of a study."""
     shutil.copytree(FOLDER, root / "notebooks")
-    write_text(root / "runs/quickstart/text")
-    (root / "runs/quickstart/study.toml").write_text(MICRO.replace("rates = 5\n", "rates = 7\n"))
+    shutil.copytree(study.parent, root / "runs/quickstart")
     return root / "notebooks"
 
 

@@ -96,5 +96,5 @@ def test_errors_of_tasks_keep_their_types_and_a_worker_that_always_dies_is_an_er
         with pytest.raises(CorpusError, match="item 2"):
             list(parallel(refuse, range(4)))
         with pytest.raises(StageError):
-            list(parallel(killed, [0]))
+            list(parallel(killed, range(2)))
         assert list(parallel(refuse, [5, 4, 3])) == [5, 4, 3]

@@ -107,10 +107,11 @@ class TestTuner:
     ) -> None:
         study = open_study(make_study())
         with pytest.raises(Exception, match="the driver lost something"):
-            fit(study, tmp_path / "0", FOUR, callbacks=[Breaks(after=3)])
+            fit(study, tmp_path / "0", FOUR, callbacks=[Breaks(after=3)], max_concurrent_trials=1)
         known = curves(study)
         assert known
-        grid = fit(study, tmp_path / "1", FOUR, scheduler=ASHAScheduler(max_t=3, grace_period=1, reduction_factor=2))
+        asha = ASHAScheduler(max_t=3, grace_period=1, reduction_factor=2)
+        grid = fit(study, tmp_path / "1", FOUR, scheduler=asha, max_concurrent_trials=1)
         assert not grid.errors
         assert known.items() <= curves(study).items(), "a segment was trained again"
         table = pd.json_normalize([grid[n].metrics for n in range(len(grid))], sep="/")

@@ -19,6 +19,7 @@ from proxy_models.training.optimizer import make_optimizer
 from proxy_models.training.traced_memory import checkpoint_bytes, traced_evaluation, traced_memory
 from tests.proxy_models.families import TRANSFORMERS, Block, Network, Recurrent, Stacked
 from tests.proxy_models.peak_memory import peak_bytes
+from tests.quick import quick_and_soak
 
 SEQUENCES, SIZES = 8, {"vocab_size": 256, "context_length": 16}
 
@@ -77,14 +78,19 @@ def test_soap_s_state_is_what_it_keeps(family: Family) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        {},
+    quick_and_soak(
+        [
+            {},
+            {"checkpointing": "full"},
+            {"sharding": "full", "world_size": 4},
+            {"sharding": "full", "world_size": 4, "precision": "bf16"},
+            {"sharding": "zero2", "world_size": 4},
+            {"sharding": "none", "world_size": 4},
+        ],
         {"checkpointing": "full"},
-        {"sharding": "full", "world_size": 4},
         {"sharding": "full", "world_size": 4, "precision": "bf16"},
-        {"sharding": "zero2", "world_size": 4},
         {"sharding": "none", "world_size": 4},
-    ],
+    ),
 )
 def test_the_decoders_estimate_and_its_trace_agree(layout: dict[str, Any]) -> None:
     config = ModelConfig(d_model=512, n_layers=6, context_length=128)

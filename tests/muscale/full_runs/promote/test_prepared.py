@@ -23,8 +23,10 @@ from muscale.layout import FULL_RUNS, RESULT
 from muscale.plans.gate import Gate
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger_tables import ResultKind
+from tests.muscale.gloo_ranks import GlooRanks
 from tests.muscale.planted_ladder import registered_plan
 from tests.muscale.planted_secrets import PLANTED, holding, leaking_processes
+from tests.quick import quick_and_soak
 
 MakeStudy = Callable[..., Path]
 SMALL = ("ladder.stems=[{width=16, n_tokens=16384}]", "plan.compute_flops=2e9")
@@ -54,7 +56,10 @@ def train_together(prepared: str, log: Path) -> str:
     return log.read_text()
 
 
-def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorded(make_study: MakeStudy) -> None:
+@pytest.mark.parametrize("by_torchrun", quick_and_soak((False, True), False))
+def test_ranks_train_as_one_process_does_and_the_promotion_is_recorded(
+    make_study: MakeStudy, gloo_ranks: GlooRanks, by_torchrun: bool
+) -> None:
     path = make_study()
     study = Study.open(path, SMALL, quiet=True)
     plan = registered_plan(path, study.ledger, *SMALL)
@@ -69,9 +74,12 @@ def test_torchrun_s_ranks_train_as_one_process_does_and_the_promotion_is_recorde
     moved = study.directory.with_name("elsewhere")  # as to the machine that trains
     shutil.copytree(study.directory, moved)
 
-    log = train_together(prepared.path, directory / "ranks.log")
-    assert log.count(f"`{commands.line('promote')}` records it") == 1
-    assert holding(study.directory) == []
+    if by_torchrun:
+        log = train_together(prepared.path, directory / "ranks.log")
+        assert log.count(f"`{commands.line('promote')}` records it") == 1
+        assert holding(study.directory) == []
+    else:
+        gloo_ranks.call(train_here, Path(prepared.path), world_size=2)
     result = json.loads((directory / RESULT).read_text())
     single = train_here(moved / FULL_RUNS / plan.key / "prepared.json")
     assert (result["environment"]["world_size"], single["environment"]["world_size"]) == (2, 1)
