@@ -71,9 +71,7 @@ class Shares(LoadFileScheduling):  # type: ignore[misc]
 
 @cache
 def _needs_ray(file: str) -> bool:
-    return (
-        re.search("mark.cluster|ray_cluster|planned_study", (Path(__file__).parents[1] / file).read_text()) is not None
-    )
+    return re.search("mark.cluster|ray_cluster", (Path(__file__).parents[1] / file).read_text()) is not None
 
 
 @pytest.hookimpl(optionalhook=True)
