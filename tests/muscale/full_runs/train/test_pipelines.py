@@ -279,10 +279,8 @@ PHASES: dict[str, tuple[Any, str, int]] = {  # eight micro-batches of a step
 }
 
 
-@pytest.mark.parametrize(
-    ("rank", "phase"),
-    quick_and_soak(product((0, 1), PHASES), (1, "forward")),
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("rank", "phase"), [*product((0, 1), PHASES)])
 def test_a_killed_rank_of_any_stage_in_any_phase_leaves_a_run_that_goes_on(
     tmp_path: Path, gloo_ranks: GlooRanks, rank: int, phase: str
 ) -> None:
