@@ -65,12 +65,7 @@ rates = 5
 horizons = [1.0, 2.0, 4.0]
 
 [ladder]
-stems = [
-  {{ width = 48, n_tokens = 65_536 }},
-  {{ width = 48, n_tokens = 131_072 }},
-  {{ width = 48, n_tokens = 262_144 }},
-  {{ width = 48, n_tokens = 524_288 }},
-]
+stems = {stems}
 
 [plan]
 compute_flops = 1e12
@@ -89,6 +84,11 @@ mlp_ratio = 4.0
 biases = true
 tied = true
 """
+
+
+def stems_of(widths: list[int], lengths: list[int]) -> str:
+    """Rows of [ladder] as TOML."""
+    return f"[{', '.join(f'{{ width = {width}, n_tokens = {length} }}' for width in widths for length in lengths)}]"
 
 
 def opened(path: Path, text: str, seed: int) -> Study:
@@ -124,11 +124,9 @@ def train_gpt2(folder: Path, seed: int) -> None:
 
 def bundle_of(folder: Path, seed: int) -> Path:
     """The bundle of a full run of this seed, of one study on the standard library's source."""
-    source = opened(
-        folder / "source" / "study.toml",
-        STUDY.format(name="source", weights="", source="python-stdlib", model="", widths=[32, 48]),
-        seed,
-    )
+    stems = stems_of([16, 32, 48], [131_072, 262_144])
+    text = STUDY.format(name="source", weights="", source="python-stdlib", model="", widths=[32, 48], stems=stems)
+    source = opened(folder / "source" / "study.toml", text, seed)
     source.run(force=True)
     return source.directory / "bundles" / source.plan().key
 
@@ -141,6 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder.resolve()
     headers = Path(torch.__file__).parent / "include"
+    stems = stems_of([WIDTH], [65_536, 131_072, 262_144, 524_288])
     if not options.report:
         with staying_cluster():
             for seed in options.seeds:
@@ -149,7 +148,12 @@ def main() -> None:
                     train_gpt2(given, seed)
                 for kind, weights, model in (("bundle", bundle_of(folder, seed), ""), ("GPT-2", given, GPT2)):
                     text = STUDY.format(
-                        name=kind, weights=f'initial_weights = "{weights}"', source=headers, model=model, widths=[48]
+                        name=kind,
+                        weights=f'initial_weights = "{weights}"',
+                        source=headers,
+                        model=model,
+                        widths=[48],
+                        stems=stems,
                     )
                     opened(folder / f"{kind}-{seed}" / "study.toml", text, seed).run(force=True)
     table = pd.DataFrame([row for path in sorted(folder.glob("*-?/study.toml")) for row in scored(path)])
