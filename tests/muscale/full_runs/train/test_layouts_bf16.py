@@ -72,7 +72,7 @@ def in_parts(model: Decoder, parts: int) -> Decoder:
         for layer in (attention.output, mlp.down):
             layer.forward = partial(rows, layer.weight, parts)
     weight = model.readout.weight
-    model.readout.forward = lambda x, targets, **terms: whole_cross_entropy(columns(weight, parts, x), targets, **terms)  # type: ignore[method-assign]
+    model.readout.forward = lambda x, *of, **terms: whole_cross_entropy(columns(weight, parts, x), *of, **terms)  # type: ignore[method-assign]
     return model
 
 
