@@ -29,7 +29,8 @@ class RunCurve:
         stem: Runs with the same stem share weights.
         warmup_tokens: Warmup of the run's schedule.
         ends: (tokens, held-out loss of the last weights) at the end of each segment; the last is the run's end.
-        positions: Tokens seen before each step, at which its training loss was measured; shape (steps,).
+        positions: Tokens seen before each step, at which its training loss was measured; shape (steps,). Steps without a token that
+            counts in the loss are left out.
         train_loss: Training loss of each step, shape (steps,).
         rates: Rate of each step at the base shape, shape (steps,).
     """
@@ -83,10 +84,11 @@ def _read(ledger: Ledger, key: str) -> RunCurve | None:
     if len(there) < len(tables):
         return None
     steps = pd.concat(there)
-    if not bool((steps["train_loss"] > 0).all()):
+    steps = steps.assign(position=np.array([0.0, *steps["tokens"].iloc[:-1]]))
+    steps = steps[steps["train_loss"] != 0]  # 0: no token of the batch counted
+    if steps.empty or not bool((steps["train_loss"] > 0).all()):
         return None
-    tokens = steps["tokens"].to_numpy(dtype=float)
-    positions = np.array([0.0, *tokens[:-1]])
+    positions = steps["position"].to_numpy(dtype=float)
     return RunCurve(
         stem=chain[0]["line"],
         warmup_tokens=int(chain[0]["segment"]["recipe"]["warmup_tokens"]),

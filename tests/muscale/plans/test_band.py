@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from muscale import StudyConfig
@@ -120,6 +121,21 @@ def test_a_ladder_on_disk_is_read_back_whole(make_study: MakeStudy, ledger: Ledg
     assert [tokens for tokens, _ in curves[0].ends] == [round(128 * 0.85) * 256, 128 * 256]
     (ledger.directory / CURVES / f"{rows['key'][2]}.parquet").unlink()
     assert len(read_curves(ledger, list(rows["key"]))) == 3
+
+
+def test_a_step_without_a_token_that_counts_is_left_out_of_its_curve(make_study: MakeStudy, ledger: Ledger) -> None:
+    config = StudyConfig.read(make_study())
+    key = next(iter(write_ladder(ledger, numerics_of(config), config)["key"]))
+    (whole,) = read_curves(ledger, [key])
+    path = ledger.directory / CURVES / f"{key}.parquet"
+    table = pd.read_parquet(path)
+    table.loc[table.index[3], "train_loss"] = 0.0
+    table.to_parquet(path)
+    (curve,) = read_curves(ledger, [key])
+    left_out = whole.positions == table["tokens"].iloc[2]
+    assert left_out.sum() == 1
+    assert curve.positions.tolist() == whole.positions[~left_out].tolist()
+    assert curve.train_loss.tolist() == whole.train_loss[~left_out].tolist()
 
 
 def test_the_band_is_registered_once_and_before_the_run(make_study: MakeStudy, ledger: Ledger) -> None:
