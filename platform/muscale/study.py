@@ -850,7 +850,7 @@ class Study(Result):
                 self._ladder_scores(self.config.scores)
             if card := self.use_case(plan):
                 self._display.line(str(card))
-            for warning in self.corpus.warnings(plan.n_tokens):
+            for warning in self.corpus.warnings(plan.n_tokens, plan.model.context_length):
                 self._display.line(f"warning: {warning}")
             result = self.register(plan) if self.config.trainer else self.promote(plan, force=force)
         self.report()

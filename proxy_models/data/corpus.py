@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pandas as pd
 
@@ -107,8 +107,11 @@ class Corpus:
         files = self.sources[source]
         if files.all_count:
             return None
-        tokens = files.train if split == "train" else files.validation
-        return Packing.of(tokens, context_length, self.tokenizer().end_of_document)
+        if (split, context_length) not in files.packings:
+            tokens = files.train if split == "train" else files.validation
+            end = self.tokenizer().end_of_document
+            files.packings[split, context_length] = Packing.of(tokens, context_length, end)
+        return files.packings[split, context_length]
 
     @property
     def n_tokens(self) -> int:
@@ -183,17 +186,36 @@ class Corpus:
     def _has_tokenizer(self) -> bool:
         return any(files.manifest["tokenizer"] != STATED for files in self.sources.values())
 
-    def epochs(self, n_tokens: int) -> dict[str, float]:
-        """Return how many times a run of `n_tokens` sees each source."""
-        planned = self.mixture.tokens(n_tokens) if self.mixture else {ONE_SOURCE: float(n_tokens)}
-        return {name: planned[name] / files.n_tokens for name, files in self.sources.items()}
+    def epochs(self, n_tokens: int, context_length: int | None = None) -> dict[str, float]:
+        """Return how many times a run of `n_tokens` sees each source.
 
-    def warnings(self, n_tokens: int) -> list[str]:
-        """Return a line for each source that a run of `n_tokens` sees more than four times."""
+        A pass over a source with prompts takes the tokens of all its sequences (`packing`), which leave out the ends of long records
+        and repeat the beginnings of others.
+
+        Args:
+            context_length: That of the run; needed if a source has prompts.
+
+        Raises:
+            ValueError: If it is needed and not given.
+        """
+        planned = self.mixture.tokens(n_tokens) if self.mixture else {ONE_SOURCE: float(n_tokens)}
+        return {name: planned[name] / self._epoch_tokens(name, context_length) for name in self.sources}
+
+    def _epoch_tokens(self, source: str, context_length: int | None) -> int:
+        files = self.sources[source]
+        if files.all_count:
+            return files.n_tokens
+        if context_length is None:
+            raise ValueError(f"source {source} has prompts, so context_length must be given to count epochs")
+        packing = cast(Packing, self.packing(source, "train", context_length))
+        return len(packing.starts) * context_length
+
+    def warnings(self, n_tokens: int, context_length: int | None = None) -> list[str]:
+        """Return a line for each source that a run of `n_tokens` sees more than four times; the arguments are those of `epochs`."""
         return [
-            f"{name}: {epochs:.1f} epochs of its {self.sources[name].n_tokens:,} tokens in a run of {n_tokens:,}; beyond "
+            f"{name}: {epochs:.1f} epochs of its {self._epoch_tokens(name, context_length):,} tokens in a run of {n_tokens:,}; beyond "
             f"{MAX_EPOCHS:g} repeated data is worth much less than new (Muennighoff et al., arXiv 2305.16264)"
-            for name, epochs in self.epochs(n_tokens).items()
+            for name, epochs in self.epochs(n_tokens, context_length).items()
             if epochs > MAX_EPOCHS
         ]
 

@@ -20,6 +20,7 @@ from typing import Any, Self, get_args
 import numpy as np
 
 from proxy_models.data.documents import ReadReport
+from proxy_models.data.record_packing import Packing
 from proxy_models.data.sources import CorpusError, Source, SourceFile, Split, TokenDtype
 from proxy_models.data.tokenization import TokenBlock, blocks
 from proxy_models.data.tokenizer import Tokenizer, Tokens, smallest_dtype, stored_dtype
@@ -139,6 +140,11 @@ class TokenFiles:
     def validation(self) -> Tokens:
         """Validation tokens, memory-mapped."""
         return self._map("validation")
+
+    @cached_property
+    def packings(self) -> dict[tuple[Split, int], Packing]:
+        """Sequences of whole records that `Corpus.packing` has found, by split and context length."""
+        return {}
 
     def _map(self, split: str) -> Tokens:
         return np.memmap(self.folder / f"{split}.bin", dtype=stored_dtype(self.manifest["dtype"]), mode="r")

@@ -230,7 +230,7 @@ def _write_data(run: FinishedRun, folder: Path) -> None:
             "key": corpus.key,
             "manifest": corpus.manifest,
             "sources": sources,
-            "epochs": corpus.epochs(run.n_tokens),
+            "epochs": corpus.epochs(run.n_tokens, run.chain.numerics.model.context_length),
             "tokenizer_known": known,
         },
     )

@@ -46,8 +46,8 @@ def model_card(
         promotion=promotion,
         numerics=numerics,
         corpus=corpus,
-        epochs=corpus.epochs(plan.n_tokens),
-        warnings=corpus.warnings(plan.n_tokens),
+        epochs=corpus.epochs(plan.n_tokens, plan.model.context_length),
+        warnings=corpus.warnings(plan.n_tokens, plan.model.context_length),
         tokenizer="not known, because the corpus was given as tokens" if stated else kept_name(corpus.folder),
         sweep=lineage["sweep"],
         fit=lineage["fit"],
@@ -66,7 +66,7 @@ def continuation_card(
         done=done,
         numerics=numerics,
         corpus=corpus,
-        epochs=corpus.epochs(n_tokens),
+        epochs=corpus.epochs(n_tokens, numerics.model.context_length),
     )
 
 

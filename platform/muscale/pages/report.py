@@ -259,7 +259,8 @@ def _corpus_warnings(contents: ReportContents) -> list[str]:
         return [str(contents.corpus)]
     if contents.corpus is None or contents.plan is None:
         return []
-    return [f"warning: {warning}" for warning in contents.corpus.warnings(contents.plan["n_tokens"])]
+    n_tokens, context_length = contents.plan["n_tokens"], contents.plan["model"]["context_length"]
+    return [f"warning: {warning}" for warning in contents.corpus.warnings(n_tokens, context_length)]
 
 
 def _sources(contents: ReportContents) -> pd.DataFrame | None:
@@ -268,7 +269,7 @@ def _sources(contents: ReportContents) -> pd.DataFrame | None:
     table = contents.corpus.table()
     if contents.plan is None:
         return table
-    epochs = contents.corpus.epochs(contents.plan["n_tokens"])
+    epochs = contents.corpus.epochs(contents.plan["n_tokens"], contents.plan["model"]["context_length"])
     return table.assign(**{"epochs in the full run": table["source"].map(epochs)})
 
 

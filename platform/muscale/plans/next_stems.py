@@ -150,7 +150,7 @@ def candidates(
     depths = (None, config.model.n_layers)  # the candidates have the base's depth
     stems = [stem for stem in config.ladder.stems if stem.depth in depths]
     taken = [(stem.width, length) for stem in stems for length in stem_lengths(stem)]
-    shortest, longest = fit.n_tokens_range[0], most_tokens(corpus, MAX_EPOCHS)
+    shortest, longest = fit.n_tokens_range[0], most_tokens(corpus, MAX_EPOCHS, config.model.context_length)
     rows = []
     for n_params, n_tokens in spread[["n_params", "n_tokens"]].itertuples(index=False):
         model, length = config.family.for_params(n_params), plan.hyperparameters.whole_batches(n_tokens)

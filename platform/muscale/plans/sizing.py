@@ -75,7 +75,7 @@ def size_for(
             raise StageError(f"plan: {error}") from error
 
     free = decided(fit, REACH)
-    seen = epochs(corpus, free.n_tokens)
+    seen = epochs(corpus, free.n_tokens, family.base.context_length)
     unique = free.n_tokens / seen if seen else None
     repeats = seen > 1
     chosen = decided(with_repeats(law), max(REACH, 2 * seen), unique) if repeats else free
@@ -141,24 +141,25 @@ def _assumptions(settings: PlanSettings, proxies: Precision, precision: Precisio
     return assumed
 
 
-def epochs(corpus: Corpus | None, n_tokens: float) -> float:
+def epochs(corpus: Corpus | None, n_tokens: float, context_length: int) -> float:
     """Return how many times a run of `n_tokens` sees its source, or for a mixture the mean over the run's tokens.
 
     Without a corpus of token files it is 0.
     """
     if corpus is None or not corpus.sources:
         return 0.0
-    seen = corpus.epochs(max(1, round(n_tokens)))
-    shares = {name: times * corpus.sources[name].n_tokens for name, times in seen.items()}
-    return sum(shares[name] * times for name, times in seen.items()) / sum(shares.values())
+    run_tokens = max(1, round(n_tokens))
+    seen = corpus.epochs(run_tokens, context_length)
+    shares = corpus.mixture.tokens(run_tokens) if corpus.mixture else dict.fromkeys(seen, 1.0)
+    return sum(shares[name] * times for name, times in seen.items()) / sum(shares[name] for name in seen)
 
 
-def most_tokens(corpus: Corpus, max_epochs: float) -> float:
+def most_tokens(corpus: Corpus, max_epochs: float, context_length: int) -> float:
     """Return the length of the longest run of at most so many epochs."""
     low, high = 1.0, 1e18
-    if epochs(corpus, high) <= max_epochs:
+    if epochs(corpus, high, context_length) <= max_epochs:
         return float("inf")
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if epochs(corpus, middle) <= max_epochs else (low, middle)
+        low, high = (middle, high) if epochs(corpus, middle, context_length) <= max_epochs else (low, middle)
     return low

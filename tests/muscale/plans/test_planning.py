@@ -168,9 +168,9 @@ def test_epochs_may_be_limited_and_many_raise_a_warning(planned: MakePlan, corpu
 def test_epochs_of_a_mixture_are_the_mean_over_its_tokens(tmp_path: Path) -> None:
     mixed = large_and_small(tmp_path, large=0.75)
     each = mixed.epochs(100_000)
-    assert epochs(mixed, 100_000) == pytest.approx(0.75 * each["large"] + 0.25 * each["small"])
-    longest = most_tokens(mixed, 4.0)
-    assert epochs(mixed, longest) <= 4 < epochs(mixed, longest + 100)
+    assert epochs(mixed, 100_000, 32) == pytest.approx(0.75 * each["large"] + 0.25 * each["small"])
+    longest = most_tokens(mixed, 4.0, 32)
+    assert epochs(mixed, longest, 32) <= 4 < epochs(mixed, longest + 100, 32)
 
 
 def test_a_new_plan_replaces_the_newest_of_its_budget(tmp_path: Path, planned: MakePlan) -> None:

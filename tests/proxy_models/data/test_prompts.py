@@ -209,6 +209,19 @@ def test_sequences_begin_with_records_and_count_each_completion_once_in_an_epoch
     assert torch.equal(shares, stream.batch(0, 7 * context))
 
 
+def test_epochs_are_passes_over_the_sequences(tmp_path: Path) -> None:
+    """Ends of long records are never read, so a pass may take far fewer tokens than the files have."""
+    corpus = prompted_corpus(tmp_path)
+    for context in (8, 32, 128):
+        size = training_stream(corpus, context, seed=0).sequences_per_epoch * context
+        assert corpus.epochs(3 * size, context) == {"corpus": 3}
+        assert corpus.warnings(4 * size, context) == []
+        assert len(corpus.warnings(4 * size + context, context)) == 1
+        assert size < corpus.n_tokens if context == 8 else size > corpus.n_tokens
+    with pytest.raises(ValueError, match="context_length"):
+        corpus.epochs(1000)
+
+
 def test_an_evaluation_has_whole_records_and_needs_a_token_that_counts(tmp_path: Path) -> None:
     corpus, context = prompted_corpus(tmp_path), 32
     (held_out,) = evaluation_sets(corpus, context, 8 * context).values()

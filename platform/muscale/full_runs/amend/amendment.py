@@ -149,7 +149,10 @@ class Amendment(Result):
         return [
             *read_again(self.corpus, self.parent.lineage, self.position),
             *self._other_order,
-            *(f"warning: {line}" for line in self.corpus.warnings(self.position + self.n_tokens)),
+            *(
+                f"warning: {line}"
+                for line in self.corpus.warnings(self.position + self.n_tokens, self.numerics.model.context_length)
+            ),
             *(f"warning: {line}" for line in cut_records(self.corpus, self.numerics.model.context_length)),
         ]
 
