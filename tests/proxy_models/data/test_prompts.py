@@ -213,7 +213,7 @@ def test_epochs_are_passes_over_the_sequences(tmp_path: Path) -> None:
     """Ends of long records are never read, so a pass may take far fewer tokens than the files have."""
     corpus = prompted_corpus(tmp_path)
     for context in (8, 32, 128):
-        size = training_stream(corpus, context, seed=0).sequences_per_epoch * context
+        ((_, _, size),) = training_stream(corpus, context, seed=0).epoch_starts(context, 1 << 15)[:1]
         assert corpus.epochs(3 * size, context) == {"corpus": 3}
         assert corpus.warnings(4 * size, context) == []
         assert len(corpus.warnings(4 * size + context, context)) == 1
