@@ -1,6 +1,7 @@
 """The model card: what went wrong stands in it as plainly as what went well, and nothing in it breaks its layout."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.muscale import planted_ladder
 from tests.muscale.planted import large_and_small
 from tests.muscale.planted_ladder import PLAN
 from tests.proxy_models.families import Recurrent
+from tests.proxy_models.prompted import prompted_corpus
 
 PROMOTION = replace(planted_ladder.PROMOTION, loss=1.25, forecast=1.0, low=0.9, high=1.1, level=0.8)
 LINEAGE: dict[str, Any] = {"sweep": {"winner": 4, "trials": [{}] * 6}, "fit": None, "caveats": []}
@@ -67,6 +69,17 @@ def test_every_source_stands_with_its_loss_its_epochs_and_its_warning(corpus: Co
         assert f"| {name} | {corpus.sources[name].n_tokens:,} | {epochs[name]:.3g} |" in text
     assert f"Warning: small: {epochs['small']:.1f} epochs" in text
     assert "Warning: large" not in text
+
+
+def test_of_a_source_with_prompts_it_has_the_share_of_the_tokens_that_count(corpus: Corpus, tmp_path: Path) -> None:
+    prompted = prompted_corpus(tmp_path)
+    text, plain = card(prompted), card(corpus)
+    share = f"{prompted.sources['corpus'].counted_share:.1%}"
+    epochs = prompted.epochs(PLAN.n_tokens, PLAN.model.context_length)["corpus"]
+    assert f"corpus has prompts: {share}" in text
+    assert f"| corpus | {prompted.n_tokens:,} | {epochs:.3g} |" in text
+    assert "not to follow instructions" in plain
+    assert "not to follow instructions" not in text
 
 
 def test_averages_are_listed_with_the_last_weights(corpus: Corpus) -> None:
