@@ -158,14 +158,16 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, including closing tokens; None if a source was given as tokens.
+        """Bytes of text per token that counts in the training loss, including closing tokens; None if a source was given as tokens.
 
-        The weights of sources are those of the corpus's loss.
+        The weights of sources are those of the corpus's loss, times the share of their tokens that count.
         """
         each = {name: files.bytes_per_token for name, files in self.sources.items()}
         known = {name: value for name, value in each.items() if value is not None}
-        weights = self.evaluation_weights
-        return sum(weights[name] * known[name] for name in each) if len(known) == len(each) else None
+        if len(known) < len(each):
+            return None
+        weights = {name: self.evaluation_weights[name] * files.counted_share for name, files in self.sources.items()}
+        return sum(weights[name] * known[name] for name in each) / sum(weights.values())
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the text.

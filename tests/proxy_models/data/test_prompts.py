@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,10 @@ def test_a_mixture_has_sources_with_and_without_prompts(tmp_path: Path) -> None:
     assert mixed.sources["chat"].key == alone.key
     assert mixed.sources["text"].key == write_corpus(tmp_path / "alone", sources["text"]).key
     assert mixed.sources["text"].counted_share == 1
+    chat, text = (mixed.sources[name] for name in ("chat", "text"))
+    share = chat.counted_share / (chat.counted_share + 1)  # of the tokens that count in a step
+    each = [files.bytes_per_token or math.nan for files in (chat, text)]
+    assert mixed.bytes_per_token == pytest.approx(share * each[0] + (1 - share) * each[1])
     stream = training_stream(mixed, 16, seed=0)
     sequences, places = stream.batch(0, 16 * 20), stream.places(0, 16 * 20)
     for place, sequence in zip(places, sequences, strict=True):
