@@ -112,7 +112,7 @@ def _with_field(source: Source, first: Path) -> Source:
     from dataclasses import replace
 
     from proxy_models.data.file_contents import encoding_of
-    from proxy_models.data.records import records
+    from proxy_models.data.records import NoFieldError, records
     from proxy_models.data.sources import CorpusError
 
     errors = []
@@ -128,6 +128,9 @@ def _with_field(source: Source, first: Path) -> Source:
         else:
             return named
     tried = ", ".join([*_FIELDS[1:], *(" with ".join(names.values()) for names in _WITH_PROMPTS)])
+    broken = next((error for error in errors if not isinstance(error, NoFieldError)), None)
+    if broken is not None:  # the fields are there
+        raise StageError(f"--source: {broken}") from broken
     raise StageError(f"--source: {errors[0]} (also tried: {tried})") from errors[0]
 
 

@@ -23,6 +23,10 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _Object = dict[str, Any]
 
 
+class NoFieldError(CorpusError):
+    """A record or table lacks a field that the source names."""
+
+
 class TextRecord(NamedTuple):
     """A document of a file.
 
@@ -117,7 +121,7 @@ def _field(record: _Object, field: str, where: str) -> Any:
     value: Any = record
     for part in (field,) if field in record else field.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise CorpusError(f"{where}: no field {field!r}, only {', '.join(map(repr, record)) or 'none'}")
+            raise NoFieldError(f"{where}: no field {field!r}, only {', '.join(map(repr, record)) or 'none'}")
         value = value[part]
     return value
 
@@ -291,7 +295,7 @@ def _arrow_rows(path: Path, source: Source) -> Iterator[Row]:
 def _require_columns(names: Sequence[str], fields: Sequence[str], path: Path) -> None:
     for field in fields:
         if field not in names:
-            raise CorpusError(f"{path}: no column {field!r}, only {', '.join(map(repr, names)) or 'none'}")
+            raise NoFieldError(f"{path}: no column {field!r}, only {', '.join(map(repr, names)) or 'none'}")
 
 
 def _check_columns(schema: Any, source: Source, path: Path) -> None:

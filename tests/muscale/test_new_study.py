@@ -223,6 +223,20 @@ def test_records_with_prompts_are_recognized(
     assert {name: getattr(corpus, name) for name in stated} == stated
 
 
+@pytest.mark.parametrize(
+    ("record", "key"),
+    [
+        ({"prompt": "a", "completion": ""}, "'completion'"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "'messages'"),
+        ({"instruction": "a", "output": "b"}, "'text'"),
+    ],
+)
+def test_what_is_wrong_with_a_usual_field_is_named(tmp_path: Path, record: dict[str, Any], key: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 100)
+    with pytest.raises(StageError, match=rf"a\.jsonl: line 1: [a-z ]*{key}"):
+        write_study(tmp_path / "study", tmp_path / "a.jsonl")
+
+
 def test_text_in_other_encodings_and_compressed_is_text(tmp_path: Path) -> None:
     source = tmp_path / "text"
     source.mkdir()
