@@ -197,7 +197,7 @@ def test_the_default_space_draws_no_initial_values(study: Path) -> None:
 def test_the_example_of_the_documentation_is_a_whole_study_file(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     (block,) = [
-        block for block in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL) if "initial_weights" in block
+        block for block in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL) if "initial_weights =" in block
     ]
     path = tmp_path / "study.toml"
     path.write_text(block)

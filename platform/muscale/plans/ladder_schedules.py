@@ -100,7 +100,7 @@ class LadderSchedules:
             rates[-1] = _end_rate(ahead[-1])
             parts.append(pd.DataFrame({"tokens": points + begins, "lr": rates, "loss": math.nan}))
         whole = pd.concat(parts, ignore_index=True).rename(columns={"tokens": "step"})
-        return whole[whole["step"] >= self.warmup * length]
+        return whole[(whole["step"] > 0) & (whole["step"] >= self.warmup * length)]
 
 
 def _end_rate(segment: Segment) -> float:

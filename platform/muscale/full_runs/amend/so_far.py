@@ -56,6 +56,8 @@ class SoFar:
             known = sorted(tokens for tokens in of_tokens if tokens <= upto)
             *rates, rate = rates_of(segments, np.maximum(np.array([*known, upto]) - 1.0, 0.0))
             for tokens, lr in zip(known, rates, strict=True):
+                if found and found[-1]["tokens"] == before + tokens:
+                    continue  # the run before has measured it, at its rate
                 row = of_tokens[tokens]
                 at = {"tokens": before + tokens, "loss": row["val_loss"], "lr": float(lr)}
                 found.append({**at, "sources": row.get("source_losses") or {}})

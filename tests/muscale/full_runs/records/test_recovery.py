@@ -65,8 +65,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, factor: float, *steps: int) -> list[
 
     forward = Decoder.forward
 
-    def wild(self: Decoder, tokens: Tensor, targets: Tensor | None = None, *, regularized: bool = False) -> Tensor:
-        return forward(self, tokens, targets, regularized=regularized) * (factor if tokens[0, 0] == MARK else 1)
+    def wild(self: Decoder, tokens: Tensor, *of: Tensor | None, regularized: bool = False) -> Tensor:
+        return forward(self, tokens, *of, regularized=regularized) * (factor if tokens[0, 0] == MARK else 1)
 
     def stream(corpus: Corpus, length: int, seed: int, **_: object) -> TokenStream:
         return Poisoned(tokens=corpus.train, context_length=length, seed=seed)
