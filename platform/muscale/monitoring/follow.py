@@ -138,9 +138,9 @@ def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, print_line: C
                     old = known_alarms(ledger, monitor.look().alarms)
                 status = monitor.look()
                 new = [alarm for alarm in status.alarms if alarm.key not in old]
-                old |= {alarm.key for alarm in new}
                 for line in raise_alarms(ledger, new, webhook=settings.webhook):
                     print_line(line)
+                old |= {alarm.key for alarm in new}  # only now: after a fault they are raised at the next look
                 if new and settings.on_alarm == "stop" and not status.ended and not done.is_set():
                     stopped.append(new[-1])
                     os.kill(os.getpid(), signal.SIGINT)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,12 @@ def curves(study: Study) -> dict[str, int]:
 
 
 @pytest.fixture
-def without_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tune without its CSV and JSON files, which it leaves open and `get_dataframe` reads."""
+def without_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tune without its CSV and JSON files, which it leaves open and `get_dataframe` reads; its handler of SIGINT goes, too."""
     monkeypatch.setenv("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.cluster
