@@ -158,13 +158,13 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token that counts in the training loss, including closing tokens; None if a source was given as tokens.
+        """Bytes of text per token that counts in the training loss, including closing tokens; None of tokens and of a program's data.
 
         The weights of sources are those of the corpus's loss, times the share of their tokens that count.
         """
         each = {name: files.bytes_per_token for name, files in self.sources.items()}
         known = {name: value for name, value in each.items() if value is not None}
-        if len(known) < len(each):
+        if not each or len(known) < len(each):
             return None
         weights = {name: self.evaluation_weights[name] * files.counted_share for name, files in self.sources.items()}
         return sum(weights[name] * known[name] for name in each) / sum(weights.values())
