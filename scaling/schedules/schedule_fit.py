@@ -28,13 +28,7 @@ from scaling.checks import names, numbers, positive, require_columns
 from scaling.errors import ScalingError
 from scaling.presentation import lines
 from scaling.schedules.schedule_curve import peak_and_depth
-from scaling.schedules.schedule_forecast import (
-    GROWTH,
-    ScheduleEffect,
-    ScheduleForecast,
-    Widening,
-    default_scale,
-)
+from scaling.schedules.schedule_forecast import GROWTH, ScheduleEffect, ScheduleForecast, Widening, default_scale
 from scaling.schedules.schedule_law import MIN_DROP, ScheduleLaw, fit_common_law, largest_fall
 from scaling.schedules.schedule_path import (
     TAIL,
@@ -163,7 +157,7 @@ class ScheduleFit(FittedResult):
         the gain carried from other groups counts by the share in which the schedules ahead differ.
 
         Args:
-            run, planned: as `run` of `forecast`, with the same measured rows, of which there must be some.
+            run, planned: as `run` of `forecast`. Both have the same measured rows, at least one.
             n_params, length, level: as in `forecast`.
 
         Raises:

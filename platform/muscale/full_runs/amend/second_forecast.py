@@ -155,19 +155,22 @@ def second_forecast(
         uncovered += [
             f"{key} = {changed[key]} of {past.label}: no law covers it" for key in changed if key not in COVERED
         ]
-    curve = _by_own_curve(amendment, so_far, schedules(), plan, level)
     by_curve, effect, reach, doubts = None, 0.0, 0.0, list[str]()
-    if not isinstance(curve, str) and not _unlike(curve[0]):
-        by_curve = curve[0].loss
-        of_curve = math.log(curve[0].high / by_curve) / interval_factor(level)
-        error, variance = _combined(error, variance, math.log(by_curve / law.loss), of_curve**2)
-    if amendment.changes.keys() & {*OF_SCHEDULE}:
-        if isinstance(curve, str):
-            doubts = [f"the schedule: {curve}"]
-        else:
-            effect, reach = curve[1].log_ratio, curve[1].half_width
-            doubts = [f"the schedule: {doubt}" for doubt in curve[1].reasons[:_MOST_DOUBTS]]
-        uncovered += doubts if isinstance(curve, str) or _unlike(curve[1]) else []
+    of_schedule = bool(amendment.changes.keys() & {*OF_SCHEDULE})
+    try:
+        unchanged, changed = _by_own_curve(amendment, so_far, schedules(), plan, level)
+    except (ValueError, ScalingError) as reason:
+        doubts = [f"the schedule: {reason}"] if of_schedule else []
+        uncovered += doubts
+    else:
+        if not _unlike(unchanged):
+            by_curve = unchanged.loss
+            of_curve = math.log(unchanged.high / by_curve) / interval_factor(level)
+            error, variance = _combined(error, variance, math.log(by_curve / law.loss), of_curve**2)
+        if of_schedule:
+            effect, reach = changed.log_ratio, changed.half_width
+            doubts = [f"the schedule: {doubt}" for doubt in changed.reasons[:_MOST_DOUBTS]]
+            uncovered += doubts if _unlike(changed) else []
     loss = law.loss * math.exp(error + effect)
     second_half = [row["loss"] for row in so_far.losses if row["tokens"] >= parent.tokens_before / 2]
     if uncovered and not second_half:
@@ -194,23 +197,24 @@ def second_forecast(
 
 def _by_own_curve(
     amendment: Amendment, so_far: SoFar, schedules: LadderSchedules | str, plan: Plan, level: float
-) -> tuple[ScheduleForecast, ScheduleEffect] | str:
-    """Forecast the end of the parent's schedule by the run's own curve, and what the changed schedule is worth; or say why not."""
+) -> tuple[ScheduleForecast, ScheduleEffect]:
+    """Forecast the end of the parent's schedule by the run's own curve, and what the changed schedule is worth.
+
+    Raises:
+        ValueError, ScalingError: If there is no law of schedules, or none for this curve.
+    """
     if isinstance(schedules, str):
-        return schedules
+        raise ScalingError(schedules)
     parent = amendment.parent
     before, total = parent.tokens_before - parent.tokens, parent.tokens_before + amendment.n_tokens
     longer = None if total == before + parent.segments[-1].end else total
     group: dict[str, Any] = {"n_params": float(plan.n_params), "length": float(plan.n_tokens), "level": level}
-    try:
-        unchanged = amended(parent.segments, parent.tokens, {}, n_tokens=longer, before=before)
-        ours, theirs = (
-            schedules.path(so_far.curve, ahead, parent.tokens_before, length=plan.n_tokens)
-            for ahead in (amendment.segments, unchanged)
-        )
-        return schedules.law.forecast(theirs, **group), schedules.law.effect(ours, theirs, **group)
-    except (ValueError, ScalingError) as error:
-        return str(error)
+    unchanged = amended(parent.segments, parent.tokens, {}, n_tokens=longer, before=before)
+    ours, theirs = (
+        schedules.path(so_far.curve, ahead, parent.tokens_before, length=plan.n_tokens)
+        for ahead in (amendment.segments, unchanged)
+    )
+    return schedules.law.forecast(theirs, **group), schedules.law.effect(ours, theirs, **group)
 
 
 def _unlike(found: ScheduleForecast | ScheduleEffect) -> bool:
