@@ -22,6 +22,7 @@
     fit_regret_surface(rows, …)              loss that runs lose by their hyperparameters  -> RegretSurface
     compare_variants(runs, "baseline", …)      does a change of the recipe still win at scale?   -> VariantComparison
     fit_mixture(runs)                        each domain's loss over mixture weights       -> MixtureFit
+    fit_stages(runs, fit)                    loss by the share of tokens after a change of the data -> StageLaw
     compare_finalists(rows)                    which repeated trial is best, and how certain -> Finalists
     seed_noise(rows, settings)               how far runs differ by their seed alone       -> SeedNoise
     hyperparameter_importance(rows, …)       which hyperparameters the loss depends on     -> Importance
@@ -58,6 +59,7 @@ from scaling.forms.law import Allocation, Law, compute_flops
 from scaling.mixtures.best import BestMixture
 from scaling.mixtures.fit import MixtureFit, fit_mixture
 from scaling.mixtures.following import NextMixtures
+from scaling.mixtures.stage_law import StageEffect, StageLaw, fit_stages
 from scaling.optima.axis_law import AxisLaw, fit_axis_law
 from scaling.optima.batch_law import BatchLaw, fit_batch_law
 from scaling.optima.drift import Transfer, fit_transfer
@@ -122,6 +124,8 @@ __all__ = [
     "SeedNoise",
     "SignalToNoise",
     "Simulation",
+    "StageEffect",
+    "StageLaw",
     "TaskForecast",
     "TaskLaw",
     "TiedChinchilla",
@@ -150,6 +154,7 @@ __all__ = [
     "fit_schedule_law",
     "fit_schedules",
     "fit_score",
+    "fit_stages",
     "fit_task",
     "fit_transfer",
     "fit_two_step",

@@ -16,6 +16,7 @@ from muscale.plans.ladder_schedules import LadderSchedules
 from muscale.plans.next_stems import NextStems, choose
 from muscale.plans.planning import Plan, Planner, as_registered
 from muscale.proxies import ladder, transfer
+from muscale.proxies.ladder_stages import stage_law
 from muscale.search.sweep import Sweep
 from muscale.search.sweep_result import SweepResult
 from muscale.settings.config import StudyConfig
@@ -26,7 +27,7 @@ from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import MANIFEST
 from proxy_models.training.numerics import Numerics
-from scaling import HorizonLaw, ScalingError, ScalingFit, Verdict
+from scaling import HorizonLaw, ScalingError, ScalingFit, StageLaw, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +164,21 @@ class Stages:
         self.known = replace(self.known, fit=found)
         return found
 
+    def stage_law(self) -> StageLaw | str:
+        """The law of shares of tokens in the corpus's last stage, or why there is none.
+
+        Raises:
+            StageError: Like `fit`.
+        """
+        config = self._contents.config
+        if not config.ladder.stage_branches:
+            return "ladder.stage_branches is 0"
+        fit, until = self.fit(), config.corpus.stages[0].until_fraction or 1.0
+        try:
+            return stage_law(self.ladder_jobs(), fit, self._contents.ledger, until)
+        except ScalingError as error:
+            return str(error)
+
     def plan(self, config: StudyConfig | None = None) -> Plan:
         """The full run for the budget of the study or of another config, as it is registered where it is.
 
@@ -178,6 +194,7 @@ class Stages:
             law,
             batches=self.transfer().batch,
             axis_laws=self.widest_transfer().axis_laws if other_experts else {},
+            stages=self.stage_law(),
             corpus=self._corpus(),
             winner=sweep.winner,
         ).plan()
@@ -217,11 +234,24 @@ def findings(contents: StudyContents, known: Findings | None = None) -> Findings
         return stages.known
 
 
+def ladder_stages(contents: StudyContents) -> StageLaw | str:
+    """Return the law of shares of tokens in the corpus's last stage, or why there is none; train nothing."""
+    corpus = contents.corpus
+    if corpus is None:
+        return "the corpus is not written yet"
+    try:
+        return Stages(contents, lambda: corpus).stage_law()
+    except StageError as error:
+        return str(error)
+
+
 def ladder_schedules(contents: StudyContents) -> LadderSchedules | str:
     """The law of the loss along a schedule, of the ladder's curves, or why there is none; trains nothing."""
     corpus = contents.corpus
     if corpus is None:
         return "the corpus is not written yet"
+    if corpus.mixture and len(corpus.mixture.stages) > 1:
+        return "the corpus's stages change the loss along a run, and the law of schedules does not know them"
     try:
         ladder = Stages(contents, lambda: corpus).ladder()
         return LadderSchedules.of(contents.ledger, ladder, max_regret=contents.config.fit.max_regret)

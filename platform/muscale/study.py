@@ -18,7 +18,7 @@ from muscale.actors.cluster import staying_cluster
 from muscale.actors.jobs import Job, finish_stage
 from muscale.actors.ray_map import cluster_map
 from muscale.errors import BundleError, StageError, StudyDirectoryError
-from muscale.findings import Findings, Stages, StudyContents, findings, ladder_schedules
+from muscale.findings import Findings, Stages, StudyContents, findings, ladder_schedules, ladder_stages
 from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.final_scores import final_scores
 from muscale.full_runs.promote.launch import launcher_of
@@ -431,7 +431,13 @@ class Study(Result):
     def _band(self, plan: Plan) -> Band:
         """Band of a registered plan's loss along its run; registered with it, before the first step."""
         known = registered_band(plan.key, self.ledger)
-        return known or register_band(plan, self.ledger, self.ladder(), max_regret=self.config.fit.max_regret)
+        return known or register_band(
+            plan,
+            self.ledger,
+            self.ladder(),
+            max_regret=self.config.fit.max_regret,
+            mixture=self.corpus.mixture,
+        )
 
     def evaluate(self, plan: Plan | None = None) -> ScoreForecasts:
         """Measure the ladder's runs, and the plan's run if it has ended, as set in [scores].
@@ -705,7 +711,14 @@ class Study(Result):
         from muscale.full_runs.amend.amendment_plan import AmendmentPlan
 
         fit = findings(self.contents, self._stages.known).fit
-        return AmendmentPlan.of(amendment, fit, lambda: ladder_schedules(self.contents), self.config, self.ledger)
+        return AmendmentPlan.of(
+            amendment,
+            fit,
+            lambda: ladder_schedules(self.contents),
+            lambda: ladder_stages(self.contents),
+            self.config,
+            self.ledger,
+        )
 
     def _train_amendment(self, planned: AmendmentPlan, stage: str, replay: int | None) -> Amended:
         from muscale.full_runs.amend.amendment_plan import train

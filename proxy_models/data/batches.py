@@ -101,6 +101,9 @@ class Stream(Protocol):
     def starts_before(self, tokens_seen: int) -> dict[str, NDArray[np.int64]]:
         """Return the first token of every sequence before a position of a run, by source, in the order of the run."""
 
+    def stage_begins(self, tokens_seen: int, batch_tokens: int) -> bool:
+        """Return whether the proportions of the sources change in a step that starts after `tokens_seen` tokens."""
+
     def epoch_starts(self, tokens_seen: int, end: int) -> list[tuple[str, int, int]]:
         """Return (source, number of the epoch, tokens) for each epoch after the first that begins between two positions of a run."""
 
@@ -159,6 +162,10 @@ class TokenStream:
     def starts_before(self, tokens_seen: int) -> dict[str, NDArray[np.int64]]:
         """Return the starts of sequences, as `Stream.starts_before` states."""
         return {ONE_SOURCE: self._starts(np.arange(tokens_seen // self.context_length, dtype=np.uint64))}
+
+    def stage_begins(self, tokens_seen: int, batch_tokens: int) -> bool:
+        """Return False: there is one source."""
+        return False
 
     def epoch_starts(self, tokens_seen: int, end: int) -> list[tuple[str, int, int]]:
         """Return the starts of epochs, as `Stream.epoch_starts` states."""
@@ -268,6 +275,11 @@ class MixtureStream:
             for name, stream, count in zip(self.mixture.names, self.streams, counts, strict=False)
         }
 
+    def stage_begins(self, tokens_seen: int, batch_tokens: int) -> bool:
+        """Return whether a stage begins, as `Stream.stage_begins` states."""
+        starts = self.interleaving.starts[1:] * self.context_length
+        return bool(((tokens_seen <= starts) & (starts < tokens_seen + batch_tokens)).any())
+
     def epoch_starts(self, tokens_seen: int, end: int) -> list[tuple[str, int, int]]:
         """Return the starts of epochs, as `Stream.epoch_starts` states."""
         sequences = range(tokens_seen // self.context_length, end // self.context_length)
@@ -319,15 +331,13 @@ def training_stream(corpus: Corpus, context_length: int, seed: int, *, run_token
     Raises:
         ValueError: If a source is shorter than one sequence, or the run's length is needed and not given.
     """
-    mixture = corpus.mixture
+    mixture = corpus.mixture_of(run_tokens)
     if mixture is None:
         packing = corpus.packing(ONE_SOURCE, "train", context_length)
         return TokenStream(tokens=corpus.train, context_length=context_length, seed=seed, packing=packing)
-    if corpus.stages_by_fraction and run_tokens is None:
-        raise ValueError("the corpus's stages end at fractions of the run: run_tokens must be given")
     stream = MixtureStream(
         tokens={name: files.train for name, files in corpus.sources.items()},
-        mixture=mixture.resolve(run_tokens) if run_tokens is not None else mixture,
+        mixture=mixture,
         context_length=context_length,
         seed=seed,
         packings={name: corpus.packing(name, "train", context_length) for name in corpus.sources},

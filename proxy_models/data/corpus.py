@@ -151,6 +151,19 @@ class Corpus:
         """True if a stage of the mixture ends at a fraction of the run, so that a run's data depend on its length."""
         return self.mixture is not None and not self.mixture.is_resolved
 
+    def mixture_of(self, run_tokens: int | None) -> Mixture | None:
+        """Return the mixture that a run reads, with its ends in tokens; None for one source.
+
+        Args:
+            run_tokens: Length of the run; needed if a stage ends at a fraction of it.
+
+        Raises:
+            ValueError: If the length is needed and not given.
+        """
+        if self.stages_by_fraction and run_tokens is None:
+            raise ValueError("the corpus's stages end at fractions of the run: run_tokens must be given")
+        return self.mixture.resolve(run_tokens) if self.mixture and run_tokens is not None else self.mixture
+
     @property
     def evaluation_weights(self) -> dict[str, float]:
         """Weight of each source's loss in the corpus's loss: its share in the last stage."""

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from proxy_models.data.corpus import NAME, NAMED, ONE_SOURCE, OWN_DATA, SOURCES, Corpus
@@ -22,7 +21,7 @@ from proxy_models.data.kept_tokenizer import (
     make_tokenizer,
     tokenizer_name,
 )
-from proxy_models.data.mixture import Mixture, MixtureStage
+from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import READ_BY, CorpusError, Source
 from proxy_models.data.token_files import (
     FORMAT,
@@ -110,30 +109,8 @@ def write_mixture(
     ).fulfil(folder, on_progress)
 
 
-def write_reweighted(corpus: Corpus, folder: Path, weights: Mapping[str, float], after: int) -> Corpus:
-    """Write a mixture into `folder` that equals another up to `after` tokens of a run, and then has other weights; or open it.
-
-    Its token files are links to those of `corpus`, and each source is read on where it stopped.
-
-    Args:
-        weights: Weight of each source of `corpus` from there on.
-        after: Tokens of a run; a whole number of sequences.
-
-    Raises:
-        ValueError: If the sources differ, the corpus is no mixture, or its stages end at fractions of a run.
-    """
-    if corpus.mixture is None or corpus.stages_by_fraction:
-        held = "stages that end at fractions of a run" if corpus.mixture else "a single source"
-        raise ValueError(f"new weights need a mixture whose stages end at tokens, but {corpus.folder} has {held}")
-    if set(weights) != set(corpus.mixture.names):
-        raise ValueError(
-            f"new weights must name the sources {', '.join(corpus.mixture.names)}, got {', '.join(sorted(weights))}"
-        )
-    stages = list(
-        takewhile(lambda stage: stage.until_tokens is not None and stage.until_tokens < after, corpus.mixture.stages)
-    )
-    cut = MixtureStage(weights=corpus.mixture.stages[len(stages)].weights, until_tokens=after)
-    mixture = Mixture(stages=(*stages, cut, MixtureStage(weights=dict(weights))))
+def write_remixed(corpus: Corpus, folder: Path, mixture: Mixture) -> Corpus:
+    """Write the sources of a corpus in another mixture into `folder`, with links to its token files; or open it."""
     with folder_lock(folder):
         if not (folder / MANIFEST).exists():
             for name in (SOURCES, TOKENIZER, TOKENIZER_MANIFEST):

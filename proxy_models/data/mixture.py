@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import takewhile
 from typing import Self
 
 import numpy as np
@@ -137,6 +138,47 @@ class Mixture(Serializable):
                 for stage in self.stages
             )
         )
+
+    def reweighted(self, weights: Mapping[str, float], after: int) -> Self:
+        """Return the mixture that equals this one up to `after` tokens, and then has other weights to its end.
+
+        Raises:
+            ValueError: If the weights name other sources.
+        """
+        if set(weights) != set(self.names):
+            raise ValueError(
+                f"new weights must name the sources {', '.join(self.names)}, got {', '.join(sorted(weights))}"
+            )
+        stages = takewhile(lambda stage: stage.until_tokens is not None and stage.until_tokens < after, self.stages)
+        kept = tuple(stages)
+        cut = MixtureStage(weights=self.stages[len(kept)].weights, until_tokens=after)
+        return type(self)(stages=(*kept, cut, MixtureStage(weights=dict(weights))))
+
+    def with_last_stage(self, begins: int) -> Self:
+        """Return the mixture whose last stage begins after so many tokens.
+
+        Raises:
+            ValueError: If there is one stage, or an earlier one ends later.
+        """
+        if len(self.stages) < 2:
+            raise ValueError("there is only one stage")
+        *kept, cut, last = self.stages
+        return type(self)(stages=(*kept, replace(cut, until_tokens=begins), last))
+
+    @property
+    def weights_in_turn(self) -> list[dict[str, float]]:
+        """Shares of the sources in each stage."""
+        return [stage.shares for stage in self.stages]
+
+    @property
+    def last_stage_fraction(self) -> float | None:
+        """Fraction of each run at which the last stage begins; None if it begins after a number of tokens."""
+        return self.stages[-2].until_fraction if len(self.stages) > 1 else 0.0
+
+    @property
+    def last_stage_begins(self) -> int:
+        """Tokens of the run after which the last stage begins, 0 for the only one; ends must be in tokens."""
+        return (self.stages[-2].until_tokens or 0) if len(self.stages) > 1 else 0
 
     def tokens(self, n_tokens: int) -> dict[str, float]:
         """Return the tokens of each source in a run of `n_tokens`."""

@@ -102,6 +102,10 @@ class Guard:
             rows[2, -len(self._spikes) :] = torch.tensor(self._spikes)
         return rows
 
+    def forget(self) -> None:
+        """Forget the accepted steps: the data change, so their losses are no measure for the next ones."""
+        self._window = torch.full_like(self._window, math.nan)
+
     def judge(self, step: int, loss: Tensor, norm: Tensor) -> Tensor:
         """Return whether the step may be taken, as a bool on the device, so that the host need not wait."""
         values = torch.stack([loss, norm]).double()

@@ -219,6 +219,11 @@ class Stepper:
             self.restore(self._good)
         return number not in self.verdicts
 
+    def forget(self) -> None:
+        """Let the guard forget the accepted steps, because the proportions of the data change."""
+        if self._guard:
+            self._guard.forget()
+
     def go_on_under(self, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
         """Continue under another recipe with an optimizer made for this recipe.
 

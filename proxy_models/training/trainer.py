@@ -259,6 +259,8 @@ class Trainer:
             share = stream.batch(tokens, batch, rank=self._rank, world_size=self._ranks)
             sequences, after = send(share, self.device), tokens + batch
             rate_factor = segment.rate_factor(tokens)
+            if stream.stage_begins(tokens, batch):
+                stepper.forget()
             loss, norm = stepper.step(
                 sequences,
                 number=number,

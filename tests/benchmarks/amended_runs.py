@@ -10,6 +10,7 @@ the same command continues; `--report` only prints the table. An hour on two cor
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,17 @@ CHANGES: dict[str, tuple[float, dict[str, Any]]] = {
 """Share of the run at which each change is made, and the change; `n_tokens` as a multiple of the parent's."""
 
 
-def amend(path: Path, seed: int) -> None:
+Changes = Mapping[str, tuple[float, Mapping[str, Any]]]
+
+
+def amend(path: Path, seed: int, all_changes: Changes) -> None:
     """Train a full run and its children."""
     study = Study.open(path, [f"promote.seed={seed}"], trains=True)
     study.run(force=True)
     plan = study.plan()
     folder = study.directory / "full_runs" / plan.key / "checkpoints"
     kept = sorted(int(place.name.removeprefix("tokens=")) for place in folder.glob("tokens=*"))
-    for reason, (share, stated) in CHANGES.items():
+    for reason, (share, stated) in all_changes.items():
         at = min(kept, key=lambda tokens: abs(tokens - share * plan.n_tokens))
         changes = dict(stated)
         if "n_tokens" in changes:
@@ -139,6 +143,7 @@ def report(path: Path) -> pd.DataFrame:
                         "half width": forecast.high / forecast.loss - 1,
                         "inside": done.inside,
                         "schedule": forecast.by_schedule,
+                        "stages": forecast.by_stages,
                         "widening": forecast.widening,
                         "reasons": len(forecast.reasons),
                     }
@@ -150,20 +155,21 @@ def report(path: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/benchmarks/amended_runs"))
+def main(description: str, study: str, changes: Changes, folder: str) -> None:
+    """Train the study with a full run for each seed and its children, and print their table."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(folder))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     path = options.folder / "study.toml"
     if not path.exists():
         options.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(STUDY.format(headers=Path(torch.__file__).parent / "include"))
+        path.write_text(study.format(headers=Path(torch.__file__).parent / "include"))
     if not options.report:
         with staying_cluster():
             for seed in options.seeds:
-                amend(path, seed)
+                amend(path, seed, changes)
     table = report(path)
     print(table.sort_values(["change", "run"]).to_string(index=False, float_format="{:.4f}".format, na_rep="–"))
     print(table.groupby("change")[["error", "half width"]].agg(lambda column: column.abs().mean()))
@@ -171,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, STUDY, CHANGES, "runs/benchmarks/amended_runs")

@@ -32,6 +32,7 @@ from muscale.proxies.ladder_curves import Floats, RunCurve, read_curves
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
+from proxy_models.data.mixture import Mixture
 
 WINDOW = 0.05
 """Share of a run over which training losses are averaged; the band begins one window after warmup (assumed: 8 to 128 steps of
@@ -137,6 +138,7 @@ def make_band(
     low: float,
     high: float,
     level: float,
+    data_from: float = 0.0,
 ) -> Band:
     """Compute the band of a run of `n_tokens`.
 
@@ -144,6 +146,8 @@ def make_band(
         curves: Runs with the schedule of the run.
         ends: Tokens at which the run's segments end; the last is D.
         loss, low, high, level: Forecast of the run's final loss.
+        data_from: Share of a run after which its data are in the proportions of the held-out loss; before, a training loss says
+            nothing about it.
     """
     usable = [c for c in curves if len(c.ends) == len(ends) and len(c.positions) >= MIN_STEPS]
     n_stems = len({curve.stem for curve in usable})
@@ -155,7 +159,7 @@ def make_band(
             f"schedule, got {n_stems}; add to ladder.stems"
         )
         return Band.end_only(reason, **common)
-    warmup = max(warmup_tokens / n_tokens, *(curve.warmup_tokens / curve.n_tokens for curve in usable))
+    warmup = max(data_from, warmup_tokens / n_tokens, *(curve.warmup_tokens / curve.n_tokens for curve in usable))
     fractions = np.array([0, *ends]) / n_tokens
     centres = _centres(fractions, warmup)
     if not centres:
@@ -233,7 +237,9 @@ def registered_band(plan: str, ledger: Ledger) -> Band | None:
     return Band.from_dict(recorded) if recorded else None
 
 
-def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regret: float) -> Band:
+def register_band(
+    plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regret: float, mixture: Mixture | None = None
+) -> Band:
     """Compute the band of a plan, and record it once in the ledger before the run's first step.
 
     A run that began without a band is compared with its forecast at the end only.
@@ -241,6 +247,7 @@ def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regre
     Args:
         ladder: Table of `ladder.law_rows`; the runs in the law's fit also enter the band.
         max_regret: Value of [fit].
+        mixture: That of the corpus, if it has several sources.
     """
     if known := registered_band(plan.key, ledger):
         return known
@@ -250,11 +257,18 @@ def register_band(plan: Plan, ledger: Ledger, ladder: pd.DataFrame, *, max_regre
     if any(ledger.result(kind, plan.key) for kind in started):
         reason = "the run began before the band was registered"
         return Band.end_only(reason, n_tokens=plan.n_tokens, **forecast)
+    data_from = mixture.last_stage_fraction if mixture else 0.0
+    if data_from is None:
+        reason = (
+            "the corpus's stages end after numbers of tokens, at other shares of the ladder's runs than of this one"
+        )
+        return Band.end_only(reason, n_tokens=plan.n_tokens, **forecast)
     band = make_band(
         read_curves(ledger, list(ladder["key"][fitted])),
         n_tokens=plan.n_tokens,
         warmup_tokens=plan.segments[0].recipe.warmup_tokens,
         ends=[segment.end for segment in plan.segments],
+        data_from=data_from,
         **forecast,
     )
     ledger.record_result(ResultKind.BAND, plan.key, band.to_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -32,13 +32,32 @@ from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, chain
 from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.training.numerics import Numerics
-from scaling import AxisLaw, BatchLaw, Decision, Forecast, HorizonLaw, ScalingFit
+from scaling import AxisLaw, BatchLaw, Decision, Forecast, HorizonLaw, ScalingFit, StageLaw
 
 FOLLOWED = 8.0
 """Factor beyond its longest grid at which a horizon law needs longer horizons: at 24× beyond grids of 64 to 256 steps its rate
 was two octaves off (measured, widths 32 and 64)."""
 _MOST_SIZES = 5  # sizes listed one by one
 _OF_THE_PLAN = ("forecast", "n_params", "n_tokens")  # values for whole batches, unlike the decision's
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageForecast:
+    """The forecast of the same run with another begin of the corpus's last stage.
+
+    Attributes:
+        until_fraction: Share of the run at which the stage begins; 1: never.
+        loss, low, high: As in the plan's forecast, at its level.
+    """
+
+    until_fraction: float
+    loss: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        begins = "never" if self.until_fraction == 1 else f"at {self.until_fraction:.0%}"
+        return f"{begins} {self.loss:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +80,7 @@ class Plan(Recorded):
         provenance: Every hyperparameter with its rules and its source.
         data: Hashes of the `corpus` and of its `tokenizer`; empty without a corpus.
         batch: The run's batch, if it differs from the proxies'.
+        stages: Forecasts for other begins of the corpus's last stage, which [ladder] stage_branches give.
         registered_at: Time at which the forecast was written to the ledger; None before.
     """
 
@@ -80,6 +100,7 @@ class Plan(Recorded):
     provenance: tuple[HyperparameterProvenance, ...]
     data: dict[str, str]
     batch: BatchChoice | None = None
+    stages: tuple[StageForecast, ...] = ()
     registered_at: str | None = None
 
     @property
@@ -126,6 +147,7 @@ class Plan(Recorded):
                 for name, rule in self.rules.items()
             ),
             *([f"  batch_tokens = {self.batch}"] if self.batch else []),
+            *([f"  if the last stage begins {'; '.join(map(str, self.stages))}"] if self.stages else []),
             *(f"  outside declared support: {reason}" for reason in forecast.reasons),
             *(f"  {line}" for line in format_decision(self.decision)),
         ]
@@ -187,6 +209,7 @@ class Planner:
         best: Values that the sweep found, at the base shape.
         batches: Batch law of the study's own grids.
         axis_laws: Laws of the rate along axes of experts on which it does not transfer (`Verdict.axis_laws`).
+        stages: Law of the share of tokens in the corpus's last stage, or why there is none.
         corpus: Data of the run; without it no epochs are counted.
         winner: Trial that `best` comes from.
     """
@@ -198,6 +221,7 @@ class Planner:
     _: KW_ONLY
     batches: BatchLaw | None = None
     axis_laws: Mapping[str, AxisLaw | str] = field(default_factory=dict)
+    stages: StageLaw | str = ""
     corpus: Corpus | None = None
     winner: int | None = None
 
@@ -222,6 +246,7 @@ class Planner:
             decision=_plain(decision, config.plan.shapes, self._family),
             provenance=self._provenance(),
             batch=self.batch,
+            stages=tuple(self._stages()),
             data={} if self.corpus is None else data_hashes(self.corpus),
         )
 
@@ -371,6 +396,20 @@ class Planner:
         return replace(
             found, low=found.low / wider, high=found.high * wider, reasons=(*found.reasons, *self._off_policy())
         )
+
+    def _stages(self) -> Iterator[StageForecast]:
+        """Forecasts for the begins of the last stage that the ladder's runs have."""
+        if isinstance(self.stages, str):
+            return
+        planned, level = self._forecast(), self.config.plan.level
+        for share in reversed(self.stages.shares):
+            effect = self.stages.effect(self.model.n_params, self.n_tokens, share, level=level)
+            loss = planned.loss * math.exp(effect.log_ratio)
+            low, high = (
+                loss * math.exp(sign * math.hypot(math.log(bound / planned.loss), effect.half_width))
+                for sign, bound in ((-1, planned.low), (1, planned.high))
+            )
+            yield StageForecast(until_fraction=round(1 - share, 4), loss=loss, low=low, high=high)
 
     def _off_policy(self) -> list[str]:
         """Return how the run departs from the fitted runs and from the policy under which they were trained."""

@@ -102,7 +102,7 @@ def ladder_jobs(
         lengths = stem_lengths(stem)
         middle = float(np.exp(np.mean(np.log(lengths))))
         member = replace(numerics, model=stem.of(config.family), seed=seed)
-        jobs += branches(
+        of_stem = branches(
             member,
             tuned_for(best, horizon, middle) if horizon else best,
             lengths,
@@ -110,6 +110,24 @@ def ladder_jobs(
             purpose="ladder",
             label=str(stem) if len(config.ladder.seeds) == 1 else f"{stem}, seed {seed}",
         )
+        jobs += of_stem
+        jobs += [branched for job in of_stem for branched in _stage_branches(config, job)]
+    return jobs
+
+
+def _stage_branches(config: StudyConfig, job: Job) -> list[Job]:
+    """Return a run's branches under [ladder] stage_branches, which read the run's data with other shares of them in the last stage.
+
+    The shares are equally spaced from 0, where the branch ends with the first stage, to the run's.
+    """
+    if not (number := config.ladder.stage_branches):
+        return []
+    h, chain, jobs = job.hyperparameters, job.chain, []
+    until = config.corpus.stages[0].until_fraction or 1.0
+    for share in np.linspace(0, 1 - until, number, endpoint=False):
+        n_tokens = h.whole_batches(until * chain.last.end / (1 - share))
+        segments = branch(chain.segments[0].recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule)
+        jobs.append(replace(job, label=f"{job.label}, branch of {n_tokens}", chain=replace(chain, segments=segments)))
     return jobs
 
 
@@ -117,10 +135,11 @@ def evaluated(jobs: Sequence[Job], measures: Measures, checkpoints: int) -> list
     """Return the jobs with so many points of each run at which measures are taken, its end the last.
 
     Back from where a run's cooldown begins, or from its end, the lengths fall by `SPACING`, as do those of a stem's branches: so they
-    share these points. A run has fewer points if earlier ones would lie in its warmup.
+    share these points. A run has fewer points if earlier ones would lie in its warmup. Branches for the law of stages have none.
     """
-    by_key, found = {job.chain.key: job for job in jobs}, []
-    for runs in stems([job.chain for job in jobs]).values():
+    by_key = {job.chain.key: job for job in jobs if job.chain.numerics.run_tokens in (None, job.chain.last.end)}
+    found = [job for job in jobs if job.chain.key not in by_key]
+    for runs in stems([job.chain for job in by_key.values()]).values():
         whole, warmup = by_key[runs[0].key].hyperparameters.whole_batches, runs[0].segments[0].recipe.warmup_tokens
         before = [chain.last.start or whole(chain.last.end / SPACING) for chain in runs]
         while len(before) < len(runs) + checkpoints - 2 and warmup < whole(before[0] / SPACING) < before[0]:

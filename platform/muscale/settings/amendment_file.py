@@ -81,6 +81,8 @@ class AmendmentFile(StrictTable):
     hyperparameters: AmendedHyperparameters = AmendedHyperparameters()
     model: dict[str, Any] = Field(default_factory=dict)
     mixture: dict[str, Weight] = Field(default_factory=dict)  # new weights of the parent's sources
+    # share of the whole run at which the last stage of the parent's corpus begins; 1: never
+    until_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     corpus: CorpusSettings = CorpusSettings()
 
     @property
@@ -118,10 +120,9 @@ class AmendmentFile(StrictTable):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.mixture and self.own_corpus:
-            raise ValueError(
-                "mixture changes the weights of the parent's sources and can't be combined with corpus; got both"
-            )
+        stated = {"mixture": self.mixture, "until_fraction": self.until_fraction, "corpus": self.own_corpus}
+        if len(given := [name for name, value in stated.items() if value]) > 1:
+            raise ValueError(f"{' and '.join(given)} all change what the run reads; give one of them")
         if self.seed is not None and not self.own_corpus:
             raise ValueError(f"seed orders the text of a new corpus and needs [corpus], got {self.seed}")
         return self

@@ -13,7 +13,9 @@ from muscale.settings.tables import CheckSettings, StudyTables
 from proxy_models.architecture.families import family_of, is_imported
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.coordinates.check import require_seeds, require_sizes
+from proxy_models.recipes.schedule import COOLING
 from proxy_models.recipes.segments import chain
+from scaling.mixtures.stage_law import MIN_STEMS
 from scaling.optima.drift import OF_EXPERTS
 from scaling.optima.tokens_law import plural
 from search_spaces import Choice, Fixed, Ordinal
@@ -41,6 +43,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     problems += _given_weights_errors(config)
     if not problems:
         problems += _wide_horizon_errors(config)
+    problems += _stage_errors(config)
     problems += _length_errors(config)
     problems += space_errors(config)
     searched = replace(h, batch_tokens=config.largest_batch)
@@ -222,11 +225,32 @@ def _length_errors(config: StudyTables) -> Iterator[str]:
     lengths = [("sweep.n_tokens", float(config.sweep.n_tokens))]
     lengths += [("transfer.n_tokens", config.transfer.n_tokens * fraction) for fraction in config.transfer.horizons]
     lengths += [("ladder.stems.n_tokens", s.n_tokens / 2 ** ((s.branches - 1) / 2)) for s in config.ladder.stems]
+    if config.ladder.stage_branches and config.corpus.stages:
+        until = config.corpus.stages[0].until_fraction or 1.0
+        lengths += [
+            ("ladder.stage_branches", length * until) for key, length in lengths if key == "ladder.stems.n_tokens"
+        ]
     for key, n_tokens in lengths:
         try:
             chain(h, h.whole_batches(n_tokens))
         except (ValueError, OverflowError) as error:
             yield f"{key}: {error}"
+
+
+def _stage_errors(config: StudyTables) -> Iterator[str]:
+    """Reasons against branches with other shares of tokens in the corpus's last stage."""
+    if not (branches := config.ladder.stage_branches):
+        return
+    stages, h = config.corpus.stages, config.hyperparameters
+    if len(stages) != 2 or not config.corpus.stages_by_fraction:
+        rule = "needs two [[corpus.stages]], the first with until_fraction"
+        yield f"ladder.stage_branches: {rule}; got {branches} with {len(stages)} stages"
+    runs = sum(stem.branches for stem in config.ladder.stems) * len(config.ladder.seeds)
+    if runs < MIN_STEMS:
+        yield f"ladder.stage_branches: needs {MIN_STEMS} runs of the ladder, by stems, branches and seeds; got {runs}"
+    if h.schedule not in COOLING or h.stages:
+        rule = f"a run branches only under {' or '.join(map(repr, COOLING))} without hyperparameters.stages"
+        yield f"ladder.stage_branches: {rule}; got {branches} under {h.schedule!r}"
 
 
 def _warmup_errors(config: StudyTables) -> Iterator[str]:

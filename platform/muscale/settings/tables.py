@@ -47,6 +47,8 @@ class LadderSettings(StrictTable):
 
     stems: tuple[Stem, ...] = Field(min_length=1)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)  # of weights and data order; every stem runs with each
+    # branches of each run with smaller shares of their tokens in the corpus's last stage, for forecasts of a later swap
+    stage_branches: Annotated[int, Field(ge=0, le=20)] = 0
 
 
 class FitSettings(StrictTable):

@@ -15,9 +15,11 @@ from muscale.actors.jobs import Job
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.plans.costs import estimate
 from muscale.proxies import ladder, transfer
+from muscale.proxies.ladder_stages import last_stage_share
 from muscale.proxies.measures import Measures
 from muscale.search.sweep_jobs import history_of
 from muscale.search.trial import TrialPlan
+from muscale.settings.corpus import StageSettings
 from muscale.store.lineage import stems
 from proxy_models.architecture.config import as_decoder
 from proxy_models.evaluation.held_out_loss import HeldOutLoss
@@ -117,6 +119,34 @@ def test_a_curriculum_by_fractions_gives_each_run_its_own_stem(
         assert all(job.chain.numerics.run_tokens == job.chain.last.end for job in jobs)
         assert [job.chain.segments for job in jobs] == [job.chain.segments for job in shared]
         assert len(stems([job.chain for job in jobs])) == len(jobs) == 2 * len(stems([job.chain for job in shared]))
+
+
+def test_branches_of_stages_end_with_equally_spaced_shares_of_the_last_stage_from_their_run_s_stem(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    curriculum, best = replace(numerics, stages_by_fraction=True), config.hyperparameters
+    stages = (StageSettings(weights={"a": 1}, until_fraction=0.5), StageSettings(weights={"a": 1}))
+    staged = config.model_copy(
+        update={
+            "corpus": config.corpus.model_copy(update={"stages": stages}),
+            "ladder": config.ladder.model_copy(update={"stage_branches": 3}),
+        }
+    )
+    plain = ladder.ladder_jobs(config, curriculum, best, horizon)
+    jobs = ladder.ladder_jobs(staged, curriculum, best, horizon)
+    assert [job for job in jobs if job.chain.last.end == job.chain.numerics.run_tokens] == plain
+    assert len(jobs) == 4 * len(plain)
+    of_stem = stems([job.chain for job in jobs])
+    assert len(of_stem) == len(plain)
+    for chains in of_stem.values():
+        *branches, run = chains
+        shares = [last_stage_share(run.last.end, chain.last.end, 0.5) for chain in chains]
+        assert shares == pytest.approx([0, 1 / 6, 1 / 3, 1 / 2], abs=0.02)
+        assert {chain.segments[0].recipe for chain in branches} == {run.segments[0].recipe}
+        assert all(chain.anneals for chain in branches)
+    runs = pd.DataFrame([as_run(job) for job in jobs])
+    table = ladder.law_rows(runs, best, config.sweep.space, horizon, curriculum)
+    assert (table["left_out"] == "").sum() == len(plain)
 
 
 def test_a_branch_that_saw_the_data_of_a_longer_run_is_left_out(

@@ -57,6 +57,7 @@ sweep.space.batch_tokens={{distribution="integer", low=256, high=1024}} => sweep
 sweep.space.batch_tokens={{distribution="ordinal", values=[256, 384]}} => sweep.space.batch_tokens | 384 | got 256
 sweep.space.batch_tokens={{distribution="ordinal", values=[48, 96]}} => sweep.space.batch_tokens | 32 | got 48
 sweep.space.batch_tokens={{distribution="ordinal", values=[32, 256]}} ;; promote.workers=2 => promote.workers | got 1
+ladder.stage_branches=2 => ladder.stage_branches | got 2
 sweep.n_tokens=768 => sweep.n_tokens | 256 tokens | got 768
 sweep.n_tokens=10 => sweep.n_tokens | 256 tokens | 218
 transfer.widths=[20] => transfer.widths | head_dim=16 | got 20

@@ -64,6 +64,18 @@ def test_a_spike_does_not_move_what_is_ordinary() -> None:
     np.testing.assert_array_equal(guard.memory[:2], before)
 
 
+def test_after_a_change_of_the_data_another_level_of_the_loss_is_ordinary() -> None:
+    guard = guard_of()
+    quiet(guard, range(30))
+    assert isinstance(judged(guard, 30, 6.0, 1.0), Spike)
+    guard.forget()
+    for step in range(31, 60):
+        assert judged(guard, step, 6.0 + 0.01 * (step % 3), 1.0) is None
+    assert isinstance(judged(guard, 60, 12.0, 1.0), Spike)
+    before = guard_of(guard.memory)
+    assert isinstance(judged(before, 61, 12.0, 1.0), Spike), "it is kept in the state"
+
+
 def test_repeated_spikes_end_the_run_and_rare_ones_do_not() -> None:
     guard = guard_of()
     quiet(guard, range(20))

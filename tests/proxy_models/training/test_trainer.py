@@ -19,8 +19,8 @@ from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.data.batches import TokenStream, evaluation_sequences
 from proxy_models.data.corpus import Corpus
-from proxy_models.data.corpus_writing import write_mixture
-from proxy_models.data.mixture import Mixture
+from proxy_models.data.corpus_writing import write_mixture, write_remixed
+from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import Segment, branch, chain, stem
@@ -412,6 +412,24 @@ def mixed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     sources = {"words": Source(path=corpus.manifest["source"]["path"]), "digits": Source(path=str(root / "digits"))}
     mixture = Mixture.constant({"words": 0.75, "digits": 0.25})
     return write_mixture(root / "tokens", sources, mixture, validation_fraction=0.25)
+
+
+@pytest.mark.parametrize("by_fraction", [True, False])
+def test_the_guard_takes_no_step_after_a_change_of_the_data_for_a_spike(
+    mixed: Corpus, tmp_path: Path, numerics: Numerics, hyperparameters: Hyperparameters, by_fraction: bool
+) -> None:
+    ends = {"until_fraction": 0.75} if by_fraction else {"until_tokens": 30 * BATCH}
+    first = MixtureStage(weights={"words": 1.0, "digits": 0.0}, **ends)
+    last = MixtureStage(weights={"words": 0.0, "digits": 1.0})
+    staged = write_remixed(mixed, tmp_path / "staged", Mixture(stages=(first, last)))
+    guard = GuardSettings(window=16)
+    numerics = replace(numerics, corpus_key=staged.key, guard=guard, stages_by_fraction=by_fraction)
+    result = Trainer(staged, compile=False).train(
+        numerics.for_run(40 * BATCH), stem(hyperparameters.resolve(40 * BATCH), 40 * BATCH)
+    )
+    assert (result.spikes, result.divergence) == ((), None)
+    before, after = result.curve.train_loss[26:30], result.curve.train_loss[30:34]
+    assert min(after) > max(before) + guard.threshold * 0.05, "a jump that a guard without the change would refuse"
 
 
 def test_the_losses_of_a_mixture_s_sources_are_kept_and_their_weighted_sum_is_the_loss(

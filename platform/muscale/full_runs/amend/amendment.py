@@ -22,6 +22,7 @@ from muscale.settings.corpus import cut_records
 from muscale.settings.promote import SpikePolicy
 from muscale.store.lineage import input_key
 from proxy_models.data.corpus import Corpus
+from proxy_models.data.mixture import Mixture
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 from scaling.presentation import Result
@@ -91,6 +92,29 @@ class Amendment(Result):
         """The parent's lineage, and this run up to its end."""
         own = {"run": self.key, "name": self.name, "tokens": self.n_tokens, "position": self.position}
         return (*self.parent.lineage, LineageSegment.of(self.corpus, self.directory, self.numerics, **own))
+
+    @property
+    def planned_share(self) -> float:
+        """Share of the plan's tokens in the last stage of its corpus, if that begins at a fraction of the run; else 1."""
+        mixture = self._planned_mixture
+        return 1 - ((mixture.last_stage_fraction if mixture else None) or 0.0)
+
+    @property
+    def last_stage_share(self) -> float | None:
+        """Share of the lineage's tokens in the last stage; None unless the plan has two stages, the last at a fraction of the run.
+
+        The lineage has read no other corpus, and both stages have the plan's weights; the run may end before the second.
+        """
+        planned, own = self._planned_mixture, self.corpus.mixture_of(self.numerics.run_tokens)
+        if planned is None or own is None or len(planned.stages) != 2 or not planned.last_stage_fraction:
+            return None
+        if planned.weights_in_turn != own.weights_in_turn or self.position != self.parent.tokens_before:
+            return None
+        return max(0.0, 1 - own.last_stage_begins / (self.parent.tokens_before + self.n_tokens))
+
+    @cached_property
+    def _planned_mixture(self) -> Mixture | None:
+        return Corpus.open(self.directory / self.parent.lineage[0].folder).mixture
 
     def full_run(self, config: StudyConfig, manifest_hash: str) -> FullRun:
         """The run to train, from a parent checkpoint with this manifest hash."""

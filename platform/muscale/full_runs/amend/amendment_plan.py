@@ -24,7 +24,7 @@ from muscale.settings.config import StudyConfig
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
-from scaling import ScalingFit
+from scaling import ScalingFit, StageLaw
 from scaling.presentation import Result
 
 
@@ -49,6 +49,7 @@ class AmendmentPlan(Result):
         amendment: Amendment,
         fit: ScalingFit | None,
         schedules: Callable[[], LadderSchedules | str],
+        stages: Callable[[], StageLaw | str],
         config: StudyConfig,
         ledger: Ledger,
     ) -> AmendmentPlan:
@@ -58,7 +59,7 @@ class AmendmentPlan(Result):
         found = (
             SecondForecast.from_dict(registered)
             if registered
-            else second_forecast(amendment, fit, ledger, level=config.plan.level, schedules=schedules)
+            else second_forecast(amendment, fit, ledger, level=config.plan.level, schedules=schedules, stages=stages)
         )
         control = (amendment.control or 0) * amendment.parent.recipe.batch_tokens
         pace = RunRecords(amendment.directory / FULL_RUNS / amendment.parent.run).seconds_per_token()

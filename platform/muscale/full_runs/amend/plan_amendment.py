@@ -31,7 +31,8 @@ from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.corpus import Corpus
-from proxy_models.data.corpus_writing import write_reweighted
+from proxy_models.data.corpus_writing import write_remixed
+from proxy_models.data.mixture import Mixture
 from proxy_models.hashing import content_key
 from proxy_models.recipes.continued import amended, continued
 from proxy_models.recipes.segments import Segment
@@ -98,9 +99,11 @@ def plan_amendment(
         parent = find_parent(wanted, ledger, first, numerics)
         base = where.resolve().parent if where else ledger.directory
         corpus, evaluation = _corpus(file.own_corpus, parent, base, config, ledger, first, on_progress)
-        position = parent.lineage[-1].position + parent.tokens if file.mixture else None
-        if position is not None:
-            corpus = _reweighted(corpus, file.mixture, position, ledger)
+        position = None
+        if file.mixture or file.until_fraction:
+            position = parent.lineage[-1].position + parent.tokens
+            total = file.n_tokens or parent.tokens_before - parent.tokens + parent.segments[-1].end
+            corpus = _remixed(corpus, file, parent, position + total - parent.tokens_before, ledger)
         try:
             segments = amended(
                 parent.segments,
@@ -165,7 +168,7 @@ def _plan(
         guard=config.promote.guard,
         stages_by_fraction=corpus.stages_by_fraction,
         run_tokens=None,
-    ).for_run(segments[-1].end)
+    ).for_run((corpus.key == parent.lineage[-1].corpus and parent.numerics.run_tokens) or segments[-1].end)
     planned = Amendment(
         parent=parent,
         numerics=numerics,
@@ -214,13 +217,40 @@ def _corpus(
     return corpus, settings.evaluation_tokens
 
 
-def _reweighted(corpus: Corpus, weights: Mapping[str, float], after: int, ledger: Ledger) -> Corpus:
-    """The parent's mixture with other weights after so many of its tokens; each source is read on where it stopped."""
-    folder = ledger.directory / CORPORA / content_key([corpus.key, dict(sorted(weights.items())), after])
+def _remixed(corpus: Corpus, file: AmendmentFile, parent: Parent, end: int, ledger: Ledger) -> Corpus:
+    """The parent's corpus with other weights from the checkpoint on, or another begin of its last stage, up to `end` of its tokens.
+
+    Each source is read on where it stopped.
+    """
+    key = "mixture" if file.mixture else "until_fraction"
+    after = parent.lineage[-1].position + parent.tokens
+    mixture = corpus.mixture_of(parent.numerics.run_tokens)
+    if mixture is None:
+        raise StageError(f"{key}: the parent's corpus must have several sources, but {corpus.folder} has one")
     try:
-        return write_reweighted(corpus, folder, weights, after)
+        if file.mixture:
+            mixture = mixture.reweighted(file.mixture, after)
+        else:
+            mixture = mixture.with_last_stage(_begin_of_last_stage(file, mixture, after, parent, end))
     except ValueError as error:
-        raise StageError(f"mixture: {error}") from error
+        raise StageError(f"{key}: {error}") from error
+    folder = ledger.directory / CORPORA / content_key([corpus.key, mixture.to_dict()])
+    return write_remixed(corpus, folder, mixture)
+
+
+def _begin_of_last_stage(file: AmendmentFile, mixture: Mixture, after: int, parent: Parent, end: int) -> int:
+    """Tokens of the corpus after which its last stage is to begin; raises ValueError if that is before the checkpoint."""
+    planned = mixture.last_stage_begins
+    before = parent.tokens_before - after  # tokens of the lineage that are not of this corpus
+    total = before + end
+    begins = round((file.until_fraction or 1.0) * total) - before
+    if 0 < planned <= after:
+        raise ValueError(f"the last stage has begun after {planned + before:,} tokens, before the checkpoint")
+    if begins < after:
+        raise ValueError(
+            f"must be at least {parent.tokens_before / total:.4g}, where the checkpoint is, got {file.until_fraction}"
+        )
+    return begins
 
 
 def _with_model(numerics: Numerics, changes: Mapping[str, Any]) -> Numerics:

@@ -13,6 +13,9 @@ A change of the schedule or the rate is worth what the law of the ladder's sched
 run's own curve: its forecast of the changed schedule over that of the parent's, stretched to the same tokens. The interval of this
 ratio (`ScheduleFit.effect`) is added as an independent error.
 
+Another begin of the corpus's last stage is worth what the law of the ladder's branches (`scaling.fit_stages`) says; its interval is
+added, too.
+
 A change that no law covers may cost all that the run has still to gain, or gain as much again: the log of the highest loss in the
 second half of the parent over the forecast. That amount is added too, once for all changes.
 """
@@ -35,13 +38,14 @@ from muscale.plans.planning import Plan
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
+from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.continued import amended
-from scaling import ScalingError, ScalingFit, ScheduleEffect, ScheduleForecast
+from scaling import ScalingError, ScalingFit, ScheduleEffect, ScheduleForecast, StageLaw
 from scaling.fits.forecast import FLOOR, interval_factor
 from scaling.schedules.schedule_fit import MAX_WIDENING
 
-COVERED = ("n_tokens", "seed")
-"""Changes that the law of size and tokens covers."""
+COVERED = ("n_tokens", "seed", "until_fraction")
+"""Changes that the law of size and tokens covers, or that of the corpus's stages, which is judged by the tokens themselves."""
 OF_SCHEDULE = tuple(
     f"hyperparameters.{name}"
     for name in (
@@ -71,6 +75,7 @@ class SecondForecast(Recorded):
         by_curve: Loss at the end of the parent's schedule by the run's own curve; None if no law of schedules holds for it.
         reweighting: Log ratio of the parent's loss under the new weights of its sources to its loss under the old ones.
         by_schedule: Log of the loss over that of the parent's schedule; 0 if the schedule is the parent's or no law covers it.
+        by_stages: Log of the loss over that with the planned share of tokens in the corpus's last stage; likewise.
         widening: Log loss that the interval was widened by, for changes that no law covers.
         reasons: What the law does not cover; empty if it covers all.
     """
@@ -85,6 +90,7 @@ class SecondForecast(Recorded):
     by_curve: float | None = None
     reweighting: float
     by_schedule: float = 0.0
+    by_stages: float = 0.0
     widening: float
     reasons: tuple[str, ...]
 
@@ -95,6 +101,8 @@ class SecondForecast(Recorded):
             parts.append(f"{math.expm1(self.reweighting):+.2%} by the new weights")
         if self.by_schedule:
             parts.append(f"{math.expm1(self.by_schedule):+.2%} by the schedule")
+        if self.by_stages:
+            parts.append(f"{math.expm1(self.by_stages):+.2%} by the begin of the last stage")
         lines = [
             f"forecast {self.loss:.4f} nats per token after {self.n_tokens:,} tokens in all, {self.level:.0%} interval "
             f"[{self.low:.4f}, {self.high:.4f}]: {', '.join(parts)}",
@@ -110,6 +118,7 @@ def second_forecast(
     *,
     level: float,
     schedules: Callable[[], LadderSchedules | str] = lambda: "no law of schedules was fitted",
+    stages: Callable[[], StageLaw | str] = lambda: "no law of stages was fitted",
 ) -> SecondForecast | str:
     """Forecast an amended run, before it starts.
 
@@ -118,6 +127,7 @@ def second_forecast(
         ledger: Ledger of the study, with the plan's forecast and band.
         level: Nominal coverage of the interval.
         schedules: Gives the law of the ladder's schedules, or why there is none.
+        stages: Gives the law of the corpus's stages, or why there is none.
 
     Returns:
         The forecast, or why there is none.
@@ -137,6 +147,7 @@ def second_forecast(
         amendment.directory,
         ledger,
         band.offset if band else 0.0,
+        last_stage_begins=_last_stage_begins(amendment),
     )
     law = fit.forecast(plan.n_params, n_tokens, level=level)
     error, variance = _error(so_far.losses, band, law.log_scale, lineage[0].tokens)
@@ -171,14 +182,16 @@ def second_forecast(
             effect, reach = changed.log_ratio, changed.half_width
             doubts = [f"the schedule: {doubt}" for doubt in changed.reasons[:_MOST_DOUBTS]]
             uncovered += doubts if _unlike(changed) else []
-    loss = law.loss * math.exp(error + effect)
+    by_stages, of_stages, unknown = _by_stages(amendment, stages, plan, level)
+    uncovered += unknown
+    loss = law.loss * math.exp(error + effect + by_stages)
     second_half = [row["loss"] for row in so_far.losses if row["tokens"] >= parent.tokens_before / 2]
     if uncovered and not second_half:
         return "no law covers the change, and no loss of the parent says what it has still to gain"
     widening = max(0.0, math.log(max(second_half) / loss)) if uncovered else 0.0
     reweighting = _reweighting(so_far.losses, amendment)
     loss *= math.exp(reweighting)
-    whole = math.exp(math.hypot(interval_factor(level) * math.sqrt(variance), reach, widening))
+    whole = math.exp(math.hypot(interval_factor(level) * math.sqrt(variance), reach, of_stages, widening))
     return SecondForecast(
         loss=loss,
         low=loss / whole,
@@ -190,6 +203,7 @@ def second_forecast(
         by_curve=by_curve,
         reweighting=reweighting,
         by_schedule=effect,
+        by_stages=by_stages,
         widening=widening,
         reasons=tuple(dict.fromkeys((*law.reasons, *uncovered, *doubts))),
     )
@@ -215,6 +229,30 @@ def _by_own_curve(
         for ahead in (amendment.segments, unchanged)
     )
     return schedules.law.forecast(theirs, **group), schedules.law.effect(ours, theirs, **group)
+
+
+def _last_stage_begins(amendment: Amendment) -> int:
+    """Tokens of the parent's lineage after which the last stage of its corpus begins; 0 for one stage."""
+    parent, own = amendment.parent, amendment.parent.lineage[-1]
+    mixture = Corpus.open(amendment.directory / own.folder).mixture_of(parent.numerics.run_tokens)
+    if mixture is None or len(mixture.stages) < 2:
+        return 0
+    return parent.tokens_before - own.position - own.tokens + mixture.last_stage_begins
+
+
+def _by_stages(
+    amendment: Amendment, stages: Callable[[], StageLaw | str], plan: Plan, level: float
+) -> tuple[float, float, list[str]]:
+    """Log of the loss over that with the planned begin of the last stage, half its interval, and what the law does not cover."""
+    share = amendment.last_stage_share
+    total = amendment.parent.tokens_before + amendment.n_tokens
+    if share is None or abs(share - amendment.planned_share) * total < amendment.segments[-1].recipe.batch_tokens:
+        return 0.0, 0.0, []
+    if isinstance(law := stages(), str):
+        what = f"{share:.1%} of the tokens in the last stage of the corpus, {amendment.planned_share:.1%} on the ladder"
+        return 0.0, 0.0, [f"{what}: {law}"]
+    found = law.effect(plan.n_params, total, share, level=level)
+    return found.log_ratio, found.half_width, [*found.reasons]
 
 
 def _unlike(found: ScheduleForecast | ScheduleEffect) -> bool:

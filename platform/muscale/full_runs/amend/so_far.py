@@ -37,13 +37,23 @@ class SoFar:
     curve: pd.DataFrame
 
     @classmethod
-    def of(cls, lineage: Sequence[tuple[str, int]], directory: Path, ledger: Ledger, offset: float) -> Self:
+    def of(
+        cls,
+        lineage: Sequence[tuple[str, int]],
+        directory: Path,
+        ledger: Ledger,
+        offset: float,
+        *,
+        last_stage_begins: int = 0,
+    ) -> Self:
         """Read the metrics of a lineage's runs.
 
         Args:
             lineage: Key of each run, and its tokens at the next run's start, or now.
             directory: The study's directory.
             offset: Log of held-out over training loss on the ladder.
+            last_stage_begins: Tokens of the lineage before which training losses are of data in other proportions than the held-out
+                loss, and are left out.
         """
         found: list[dict[str, Any]] = []
         parts, before, rate = [pd.DataFrame(columns=["tokens", "lr", "loss", "noise"], dtype=float)], 0, math.nan
@@ -69,6 +79,7 @@ class SoFar:
                 parts.append(part.assign(tokens=part["tokens"] + before))
             before += upto
         windows = pd.concat(parts, ignore_index=True)
+        windows = windows[windows["tokens"] >= last_stage_begins]
         curve = _curve(pd.DataFrame(found, columns=["tokens", "lr", "loss"], dtype=float), windows, before)
         if curve["tokens"].max() != before:
             now = pd.DataFrame([{"tokens": float(before), "lr": float(rate), "loss": math.nan, "noise": 0.0}])

@@ -19,7 +19,9 @@ from muscale.settings.amendment_file import AmendmentFile
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from proxy_models.data.corpus import Corpus
-from proxy_models.data.corpus_writing import write_corpus
+from proxy_models.data.corpus_writing import write_corpus, write_mixture
+from proxy_models.data.mixture import Mixture
+from proxy_models.data.sources import Source
 from proxy_models.training.numerics import Numerics
 from tests.muscale.conftest import MICRO, write_text
 from tests.muscale.planted import planted_fit, planted_horizon
@@ -61,8 +63,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     made.ledger.close()
 
 
-def promoted(directory: Path, steps: int = STEPS) -> Case:
-    """A study in this directory with a promoted run of so many steps, with checkpoints at half of them and at the end."""
+def promoted(directory: Path, steps: int = STEPS, mixture: Mixture | None = None) -> Case:
+    """A study in this directory with a promoted run of so many steps, with checkpoints at half of them and at the end.
+
+    The run reads the folder `text`, or a mixture of `text` and `code`.
+    """
     write_text(directory / "text", words=200)
     write_text(directory / "code", documents=20, words=200)
     for file in (directory / "code").iterdir():
@@ -71,11 +76,23 @@ def promoted(directory: Path, steps: int = STEPS) -> Case:
         MICRO.replace("checkpoint_every_tokens = 20480", f"checkpoint_every_tokens = {steps // 2 * BATCH}")
     )
     config = StudyConfig.read(directory / STUDY_FILE, ["promote.keep_last=3"])
-    corpus = write_corpus(directory / CORPUS, str(directory / "text"))
+    sources = {name: Source(path=str(directory / name)) for name in ("text", "code")}
+    corpus = (
+        write_mixture(directory / CORPUS, sources, mixture)
+        if mixture
+        else write_corpus(directory / CORPUS, str(directory / "text"))
+    )
     ledger = Ledger(directory / "ledger.sqlite")
     plan = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus, winner=0).plan()
     plan = register(replace(plan, n_tokens=steps * BATCH), ledger)
-    numerics = Numerics(model=config.model, base=config.model, corpus_key=corpus.key, seed=0, evaluation_tokens=2048)
+    numerics = Numerics(
+        model=config.model,
+        base=config.model,
+        corpus_key=corpus.key,
+        seed=0,
+        evaluation_tokens=2048,
+        stages_by_fraction=corpus.stages_by_fraction,
+    )
     train(full_run_of(plan, config, numerics, directory / FULL_RUNS / plan.key, corpus.folder))
     ledger.record_result(ResultKind.PROMOTION_STARTED, plan.key, {"at": "2026-01-01T00:00:00+00:00"})
     ledger.record_result(ResultKind.PROMOTION, plan.key, {"plan": plan.key})

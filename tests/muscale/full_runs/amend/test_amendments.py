@@ -17,7 +17,7 @@ from muscale.full_runs.amend.train import train_amendment
 from muscale.full_runs.checkpoints.folder import CheckpointFolder
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.train.attempt import train
-from muscale.layout import FULL_RUNS, METRICS, STUDY_FILE
+from muscale.layout import CORPORA, CORPUS, FULL_RUNS, METRICS, STUDY_FILE
 from muscale.plans.band import Band, registered_band
 from muscale.plans.planning import register
 from muscale.settings.amendment_file import AmendmentFile
@@ -26,7 +26,7 @@ from muscale.store.ledger_tables import ResultKind
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.batches import training_stream
 from proxy_models.data.corpus import Corpus
-from proxy_models.data.corpus_writing import write_mixture, write_reweighted
+from proxy_models.data.corpus_writing import write_mixture, write_remixed
 from proxy_models.data.mixture import Mixture
 from proxy_models.data.sources import Source
 from scaling import ScalingFit
@@ -242,7 +242,9 @@ def test_new_weights_begin_at_the_checkpoint_and_each_source_is_read_on(tmp_path
         write_text(tmp_path / name, words=400)
     sources = {name: Source(path=str(tmp_path / name)) for name in "ab"}
     parent = write_mixture(tmp_path / "parent", sources, Mixture.constant({"a": 1.0, "b": 1.0}))
-    child = write_reweighted(parent, tmp_path / "child", {"a": 1.0, "b": 3.0}, 32 * 10)
+    assert parent.mixture is not None
+    reweighted = parent.mixture.reweighted({"a": 1.0, "b": 3.0}, 32 * 10)
+    child = write_remixed(parent, tmp_path / "child", reweighted)
     assert child.key != parent.key
     assert {name: files.key for name, files in child.sources.items()} == {
         name: files.key for name, files in parent.sources.items()
@@ -255,11 +257,10 @@ def test_new_weights_begin_at_the_checkpoint_and_each_source_is_read_on(tmp_path
     assert np.mean([place.source == "b" for place in after]) == pytest.approx(0.75, abs=0.05)
     seen = [(place.source, place.epoch, place.start) for place in (*before, *after)]
     assert len(set(seen)) == len(seen), "no sequence is read twice in an epoch"
-    again = write_reweighted(child, tmp_path / "again", {"a": 1.0, "b": 0.0}, 32 * 20)
-    assert again.mixture is not None
-    assert [stage.until_tokens for stage in again.mixture.stages] == [320, 640, None]
+    again = reweighted.reweighted({"a": 1.0, "b": 0.0}, 32 * 20)
+    assert [stage.until_tokens for stage in again.stages] == [320, 640, None]
     with pytest.raises(ValueError, match="a, b"):
-        write_reweighted(parent, tmp_path / "other", {"a": 1.0}, 320)
+        parent.mixture.reweighted({"a": 1.0}, 320)
 
 
 def test_new_weights_of_a_mixture_are_trained_and_bundled(case: Case) -> None:
@@ -289,6 +290,9 @@ def of_lineage(case: Case, losses: dict[int, float], **changes: Any) -> tuple[An
     """An amendment at half of the plan's run, with these held-out losses of the run by tokens, and the planted law."""
     copied = case.directory / "planted"
     (copied / FULL_RUNS / case.plan.key).mkdir(parents=True, exist_ok=True)
+    for folder in (CORPUS, CORPORA):
+        if (case.directory / folder).exists() and not (copied / folder).exists():
+            (copied / folder).symlink_to(case.directory / folder)
     rows = [json.dumps({"tokens": tokens, "train_loss": loss, "val_loss": loss}) for tokens, loss in losses.items()]
     (copied / FULL_RUNS / case.plan.key / METRICS).write_text("\n".join(rows) + "\n")
     amendment = case.amended(parent__run=case.plan.key, parent__tokens=HALF, **changes)

@@ -12,7 +12,7 @@ import pytest
 from muscale.full_runs.amend.amendment import Amendment
 from muscale.full_runs.amend.second_forecast import SecondForecast, second_forecast
 from muscale.full_runs.amend.so_far import SoFar
-from muscale.layout import FULL_RUNS, METRICS
+from muscale.layout import CORPUS, FULL_RUNS, METRICS
 from muscale.plans.ladder_schedules import LadderSchedules
 from scaling import fit_schedules
 from tests.muscale.full_runs.amend.conftest import BATCH, STEPS, Case
@@ -28,6 +28,7 @@ def copied(case: Case, folder: Path, rows: list[dict[str, float]]) -> Amendment:
     path = folder / FULL_RUNS / case.plan.key / METRICS
     path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / CORPUS).symlink_to(case.directory / CORPUS)
     amendment = case.amended(parent__run=case.plan.key, parent__tokens=HALF)
     corpus = replace(amendment.corpus, folder=folder / amendment.corpus.folder.relative_to(case.directory))
     return replace(amendment, directory=folder, corpus=corpus)

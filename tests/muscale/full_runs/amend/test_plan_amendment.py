@@ -93,7 +93,7 @@ def test_continuations_continue_continuations_and_report_forgetting(case: Case) 
     assert result.before.earlier[f"code {first.key}"] == done.after.own
 
 
-def test_a_curriculum_by_fractions_is_the_continuation_s_own_and_can_t_be_read_on(case: Case) -> None:
+def test_a_curriculum_by_fractions_is_the_continuation_s_own_and_is_read_on_in_its_last_stage(case: Case) -> None:
     sources = MIXTURE.replace("weight = 3\n", "").replace("weight = 1\n", "")
     first, last = (
         f"[[corpus.stages]]\nweights = {{ code = 1, old = {old} }}\n{end}"
@@ -101,8 +101,9 @@ def test_a_curriculum_by_fractions_is_the_continuation_s_own_and_can_t_be_read_o
     )
     done = case.trained(CONTINUATION.replace("more", "mixed") + sources + first + last)
     assert done.after.own == done.after.sources["code"] < done.before.own
-    with pytest.raises(StageError, match=r"corpus:.*\[corpus\]"):
-        case.planned('name = "on"\nn_tokens = 1024\n[parent]\nrun = "mixed"\n')
+    further = case.planned('name = "on"\nn_tokens = 1024\n[parent]\nrun = "mixed"\n')
+    assert (further.corpus.key, further.position) == (done.lineage[-1].corpus, done.n_tokens)
+    assert further.corpus.evaluation_weights == {"code": 1.0, "old": 0.0}
 
 
 def test_the_key_is_of_the_parent_and_of_what_the_continuation_computes_and_not_of_its_name(case: Case) -> None:
