@@ -173,9 +173,11 @@ class Stages:
         config = self._contents.config
         if not config.ladder.stage_branches:
             return "ladder.stage_branches is 0"
-        fit, until = self.fit(), config.corpus.stages[0].until_fraction or 1.0
+        fit = self.fit()
         try:
-            return stage_law(self.ladder_jobs(), fit, self._contents.ledger, until)
+            return stage_law(
+                self.ladder_jobs(), fit, self._contents.ledger, config.corpus, config.ladder.stage_branches
+            )
         except ScalingError as error:
             return str(error)
 
@@ -234,13 +236,15 @@ def findings(contents: StudyContents, known: Findings | None = None) -> Findings
         return stages.known
 
 
-def ladder_stages(contents: StudyContents) -> StageLaw | str:
+def ladder_stages(contents: StudyContents, known: Findings) -> StageLaw | str:
     """Return the law of shares of tokens in the corpus's last stage, or why there is none; train nothing."""
     corpus = contents.corpus
     if corpus is None:
         return "the corpus is not written yet"
     try:
-        return Stages(contents, lambda: corpus).stage_law()
+        stages = Stages(contents, lambda: corpus)
+        stages.known = known
+        return stages.stage_law()
     except StageError as error:
         return str(error)
 

@@ -710,12 +710,12 @@ class Study(Result):
     def _with_forecast(self, amendment: Amendment) -> AmendmentPlan:
         from muscale.full_runs.amend.amendment_plan import AmendmentPlan
 
-        fit = findings(self.contents, self._stages.known).fit
+        known = findings(self.contents, self._stages.known)
         return AmendmentPlan.of(
             amendment,
-            fit,
+            known.fit,
             lambda: ladder_schedules(self.contents),
-            lambda: ladder_stages(self.contents),
+            lambda: ladder_stages(self.contents, known),
             self.config,
             self.ledger,
         )

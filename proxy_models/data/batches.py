@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -277,8 +278,14 @@ class MixtureStream:
 
     def stage_begins(self, tokens_seen: int, batch_tokens: int) -> bool:
         """Return whether a stage begins, as `Stream.stage_begins` states."""
-        starts = self.interleaving.starts[1:] * self.context_length
-        return bool(((tokens_seen <= starts) & (starts < tokens_seen + batch_tokens)).any())
+        return any(tokens_seen <= start < tokens_seen + batch_tokens for start in self._changes)
+
+    @cached_property
+    def _changes(self) -> list[int]:
+        """Tokens after which a stage with other proportions begins."""
+        each = pairwise(self.mixture.weights_in_turn)
+        starts = (self.interleaving.starts[1:] * self.context_length).tolist()
+        return [start for start, (before, after) in zip(starts, each, strict=True) if before != after]
 
     def epoch_starts(self, tokens_seen: int, end: int) -> list[tuple[str, int, int]]:
         """Return the starts of epochs, as `Stream.epoch_starts` states."""

@@ -201,7 +201,9 @@ class Corpus:
     def _has_tokenizer(self) -> bool:
         return any(files.manifest["tokenizer"] != STATED for files in self.sources.values())
 
-    def epochs(self, n_tokens: int, context_length: int | None = None) -> dict[str, float]:
+    def epochs(
+        self, n_tokens: int, context_length: int | None = None, *, run_tokens: int | None = None
+    ) -> dict[str, float]:
         """Return how many times a run of `n_tokens` sees each source.
 
         A pass over a source with prompts takes the tokens of all its sequences (`packing`), which leave out the ends of long records
@@ -209,11 +211,13 @@ class Corpus:
 
         Args:
             context_length: That of the run; needed if a source has prompts.
+            run_tokens: Length of the run at whose fractions stages end, if these tokens are a part of it, or go on behind its end.
 
         Raises:
             ValueError: If it is needed and not given.
         """
-        planned = self.mixture.tokens(n_tokens) if self.mixture else {ONE_SOURCE: float(n_tokens)}
+        mixture = self.mixture_of(run_tokens or n_tokens)
+        planned = mixture.tokens(n_tokens) if mixture else {ONE_SOURCE: float(n_tokens)}
         return {name: planned[name] / self._epoch_tokens(name, context_length) for name in self.sources}
 
     def _epoch_tokens(self, source: str, context_length: int | None) -> int:
@@ -225,12 +229,12 @@ class Corpus:
         packing = cast(Packing, self.packing(source, "train", context_length))
         return len(packing.starts) * context_length
 
-    def warnings(self, n_tokens: int, context_length: int | None = None) -> list[str]:
+    def warnings(self, n_tokens: int, context_length: int | None = None, *, run_tokens: int | None = None) -> list[str]:
         """Return a line for each source that a run of `n_tokens` sees more than four times; the arguments are those of `epochs`."""
         return [
             f"{name}: {epochs:.1f} epochs of its {self._epoch_tokens(name, context_length):,} tokens in a run of {n_tokens:,}; beyond "
             f"{MAX_EPOCHS:g} repeated data is worth much less than new (Muennighoff et al., arXiv 2305.16264)"
-            for name, epochs in self.epochs(n_tokens, context_length).items()
+            for name, epochs in self.epochs(n_tokens, context_length, run_tokens=run_tokens).items()
             if epochs > MAX_EPOCHS
         ]
 

@@ -180,6 +180,10 @@ class Mixture(Serializable):
         """Tokens of the run after which the last stage begins, 0 for the only one; ends must be in tokens."""
         return (self.stages[-2].until_tokens or 0) if len(self.stages) > 1 else 0
 
+    def last_stage_share(self, n_tokens: int) -> float:
+        """Return the share of a run's tokens in the last stage; ends must be in tokens."""
+        return max(0.0, 1 - self.last_stage_begins / n_tokens)
+
     def tokens(self, n_tokens: int) -> dict[str, float]:
         """Return the tokens of each source in a run of `n_tokens`."""
         ends = [min(stage.until_tokens or n_tokens, n_tokens) for stage in self.resolve(n_tokens).stages]

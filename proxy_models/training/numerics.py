@@ -75,14 +75,16 @@ class Numerics(Serializable):
 
     def require_length(self, end: int) -> None:
         """Require that training may continue to `end` tokens; raise ValueError if the run's known length is needed, and is shorter."""
-        if not self.stages_by_fraction:
-            return
-        if self.run_tokens is None:
-            raise ValueError("the corpus's stages end at fractions of the run: set its length by for_run(n_tokens)")
-        if end > self.run_tokens:
+        self.require_known_length()
+        if self.run_tokens is not None and end > self.run_tokens:
             raise ValueError(
                 f"the corpus's stages are those of a run of {self.run_tokens} tokens, which can't be trained to {end}"
             )
+
+    def require_known_length(self) -> None:
+        """Raise ValueError if the run's length is needed and not known."""
+        if self.stages_by_fraction and self.run_tokens is None:
+            raise ValueError("the corpus's stages end at fractions of the run: set its length by for_run(n_tokens)")
 
     def parametrization(self, optimizer: OptimizerName) -> Parametrization:
         """Return the table of this shape relative to its base, for an optimizer."""

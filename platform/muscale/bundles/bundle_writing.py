@@ -230,7 +230,9 @@ def _write_data(run: FinishedRun, folder: Path) -> None:
             "key": corpus.key,
             "manifest": corpus.manifest,
             "sources": sources,
-            "epochs": corpus.epochs(run.n_tokens, run.chain.numerics.model.context_length),
+            "epochs": corpus.epochs(
+                run.n_tokens, run.chain.numerics.model.context_length, run_tokens=run.chain.numerics.run_tokens
+            ),
             "tokenizer_known": known,
         },
     )

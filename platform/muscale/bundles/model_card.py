@@ -66,7 +66,7 @@ def continuation_card(
         done=done,
         numerics=numerics,
         corpus=corpus,
-        epochs=corpus.epochs(n_tokens, numerics.model.context_length),
+        epochs=corpus.epochs(n_tokens, numerics.model.context_length, run_tokens=numerics.run_tokens),
     )
 
 

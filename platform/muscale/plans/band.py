@@ -163,7 +163,10 @@ def make_band(
     fractions = np.array([0, *ends]) / n_tokens
     centres = _centres(fractions, warmup)
     if not centres:
-        return Band.end_only(f"no part of the schedule after warmup is longer than {WINDOW:.0%} of the run", **common)
+        return Band.end_only(
+            f"no part of the schedule after warmup and earlier stages of the data is longer than {WINDOW:.0%} of the run",
+            **common,
+        )
     offset, stderr = held_out_offset(usable, warmup)
     if math.isnan(offset):
         return Band.end_only("no held-out loss lies one window after warmup", **common)
@@ -262,14 +265,15 @@ def register_band(
         reason = (
             "the corpus's stages end after numbers of tokens, at other shares of the ladder's runs than of this one"
         )
-        return Band.end_only(reason, n_tokens=plan.n_tokens, **forecast)
-    band = make_band(
-        read_curves(ledger, list(ladder["key"][fitted])),
-        n_tokens=plan.n_tokens,
-        warmup_tokens=plan.segments[0].recipe.warmup_tokens,
-        ends=[segment.end for segment in plan.segments],
-        data_from=data_from,
-        **forecast,
-    )
+        band = Band.end_only(reason, n_tokens=plan.n_tokens, **forecast)
+    else:
+        band = make_band(
+            read_curves(ledger, list(ladder["key"][fitted])),
+            n_tokens=plan.n_tokens,
+            warmup_tokens=plan.segments[0].recipe.warmup_tokens,
+            ends=[segment.end for segment in plan.segments],
+            data_from=data_from,
+            **forecast,
+        )
     ledger.record_result(ResultKind.BAND, plan.key, band.to_dict())
     return registered_band(plan.key, ledger) or band  # another process may have registered first

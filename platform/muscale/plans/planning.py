@@ -48,12 +48,14 @@ class StageForecast:
     Attributes:
         until_fraction: Share of the run at which the stage begins; 1: never.
         loss, low, high: As in the plan's forecast, at its level.
+        reasons: Why the law of the ladder's branches is unsupported here, in addition to the reasons of the plan's forecast.
     """
 
     until_fraction: float
     loss: float
     low: float
     high: float
+    reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         begins = "never" if self.until_fraction == 1 else f"at {self.until_fraction:.0%}"
@@ -81,6 +83,7 @@ class Plan(Recorded):
         data: Hashes of the `corpus` and of its `tokenizer`; empty without a corpus.
         batch: The run's batch, if it differs from the proxies'.
         stages: Forecasts for other begins of the corpus's last stage, which [ladder] stage_branches give.
+        no_stages: Why there are none, if the study has such branches.
         registered_at: Time at which the forecast was written to the ledger; None before.
     """
 
@@ -101,6 +104,7 @@ class Plan(Recorded):
     data: dict[str, str]
     batch: BatchChoice | None = None
     stages: tuple[StageForecast, ...] = ()
+    no_stages: str = ""
     registered_at: str | None = None
 
     @property
@@ -121,6 +125,10 @@ class Plan(Recorded):
         base = model_with_explicit(numerics.base, own_values)
         own = replace(numerics, model=self.model, base=base, seed=self.seed, precision=self.precision)
         return Chain(numerics=own.for_run(self.n_tokens), segments=self.segments)
+
+    @property
+    def _reasons_of_stages(self) -> list[str]:
+        return [*dict.fromkeys(reason for of in self.stages for reason in of.reasons)]
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -148,7 +156,9 @@ class Plan(Recorded):
             ),
             *([f"  batch_tokens = {self.batch}"] if self.batch else []),
             *([f"  if the last stage begins {'; '.join(map(str, self.stages))}"] if self.stages else []),
+            *([f"  other begins of the last stage have no forecast: {self.no_stages}"] if self.no_stages else []),
             *(f"  outside declared support: {reason}" for reason in forecast.reasons),
+            *(f"  outside declared support, other begins: {reason}" for reason in self._reasons_of_stages),
             *(f"  {line}" for line in format_decision(self.decision)),
         ]
         if self.registered_at:
@@ -247,6 +257,7 @@ class Planner:
             provenance=self._provenance(),
             batch=self.batch,
             stages=tuple(self._stages()),
+            no_stages=self.stages if isinstance(self.stages, str) and config.ladder.stage_branches else "",
             data={} if self.corpus is None else data_hashes(self.corpus),
         )
 
@@ -409,7 +420,9 @@ class Planner:
                 loss * math.exp(sign * math.hypot(math.log(bound / planned.loss), effect.half_width))
                 for sign, bound in ((-1, planned.low), (1, planned.high))
             )
-            yield StageForecast(until_fraction=round(1 - share, 4), loss=loss, low=low, high=high)
+            yield StageForecast(
+                until_fraction=round(1 - share, 4), loss=loss, low=low, high=high, reasons=effect.reasons
+            )
 
     def _off_policy(self) -> list[str]:
         """Return how the run departs from the fitted runs and from the policy under which they were trained."""

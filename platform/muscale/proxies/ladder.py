@@ -15,6 +15,7 @@ import pandas as pd
 
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
+from muscale.proxies.ladder_stages import stage_branches
 from muscale.proxies.measures import Measures
 from muscale.search.prior_runs import differs_in
 from muscale.settings.config import StudyConfig
@@ -111,23 +112,8 @@ def ladder_jobs(
             label=str(stem) if len(config.ladder.seeds) == 1 else f"{stem}, seed {seed}",
         )
         jobs += of_stem
-        jobs += [branched for job in of_stem for branched in _stage_branches(config, job)]
-    return jobs
-
-
-def _stage_branches(config: StudyConfig, job: Job) -> list[Job]:
-    """Return a run's branches under [ladder] stage_branches, which read the run's data with other shares of them in the last stage.
-
-    The shares are equally spaced from 0, where the branch ends with the first stage, to the run's.
-    """
-    if not (number := config.ladder.stage_branches):
-        return []
-    h, chain, jobs = job.hyperparameters, job.chain, []
-    until = config.corpus.stages[0].until_fraction or 1.0
-    for share in np.linspace(0, 1 - until, number, endpoint=False):
-        n_tokens = h.whole_batches(until * chain.last.end / (1 - share))
-        segments = branch(chain.segments[0].recipe, h.stable_tokens(n_tokens), n_tokens, h.schedule)
-        jobs.append(replace(job, label=f"{job.label}, branch of {n_tokens}", chain=replace(chain, segments=segments)))
+        if number := config.ladder.stage_branches:
+            jobs += [branched for job in of_stem for branched in stage_branches(config.corpus, number, job)]
     return jobs
 
 

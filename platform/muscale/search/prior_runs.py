@@ -74,7 +74,8 @@ def usable_runs(runs: pd.DataFrame, defaults: Hyperparameters, space: Space, num
     """
     rows = []
     for row in runs.to_dict("records"):
-        if row["purpose"] != "full" and not differs_in(row, defaults, space, numerics):
+        of_stages = row["purpose"] == "ladder" and row["numerics"].get("run_tokens") not in (None, row["n_tokens"])
+        if row["purpose"] != "full" and not of_stages and not differs_in(row, defaults, space, numerics):
             try:
                 values = values_of(row, space.searched)
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # somebody else wrote the ledger

@@ -69,7 +69,7 @@ class AmendedHyperparameters(StrictTable):
 class AmendmentFile(StrictTable):
     """An amendment.
 
-    Paths in [corpus] are relative to the file. With neither [corpus] nor [mixture] the run reads on where its parent stopped.
+    Paths in [corpus] are relative to the file. Without [corpus], the run reads on where its parent stopped.
     """
 
     reason: Annotated[str, Field(min_length=1)]
@@ -81,7 +81,7 @@ class AmendmentFile(StrictTable):
     hyperparameters: AmendedHyperparameters = AmendedHyperparameters()
     model: dict[str, Any] = Field(default_factory=dict)
     mixture: dict[str, Weight] = Field(default_factory=dict)  # new weights of the parent's sources
-    # share of the whole run at which the last stage of the parent's corpus begins; 1: never
+    # share of the whole run at which the last stage of the parent's corpus begins; 1: not in this run
     until_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     corpus: CorpusSettings = CorpusSettings()
 

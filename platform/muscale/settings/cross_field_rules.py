@@ -20,6 +20,8 @@ from scaling.optima.drift import OF_EXPERTS
 from scaling.optima.tokens_law import plural
 from search_spaces import Choice, Fixed, Ordinal
 
+LEAST_UNTIL = 0.5
+"""Least end of the first stage for branches: an octave shorter than their run (`scaling.mixtures.stage_law.MISTUNED`)."""
 NO_STEP_SIZES = "the model's family has no sizes (step_sizes) from which the time of a step is predicted"
 
 
@@ -225,11 +227,6 @@ def _length_errors(config: StudyTables) -> Iterator[str]:
     lengths = [("sweep.n_tokens", float(config.sweep.n_tokens))]
     lengths += [("transfer.n_tokens", config.transfer.n_tokens * fraction) for fraction in config.transfer.horizons]
     lengths += [("ladder.stems.n_tokens", s.n_tokens / 2 ** ((s.branches - 1) / 2)) for s in config.ladder.stems]
-    if config.ladder.stage_branches and config.corpus.stages:
-        until = config.corpus.stages[0].until_fraction or 1.0
-        lengths += [
-            ("ladder.stage_branches", length * until) for key, length in lengths if key == "ladder.stems.n_tokens"
-        ]
     for key, n_tokens in lengths:
         try:
             chain(h, h.whole_batches(n_tokens))
@@ -245,6 +242,9 @@ def _stage_errors(config: StudyTables) -> Iterator[str]:
     if len(stages) != 2 or not config.corpus.stages_by_fraction:
         rule = "needs two [[corpus.stages]], the first with until_fraction"
         yield f"ladder.stage_branches: {rule}; got {branches} with {len(stages)} stages"
+    elif (until := stages[0].until_fraction or 1.0) < LEAST_UNTIL:
+        rule = f"needs an until_fraction of at least {LEAST_UNTIL:g}: shorter branches are too far from what their stem is tuned for"
+        yield f"ladder.stage_branches: {rule}; got {branches} with {until:g}"
     runs = sum(stem.branches for stem in config.ladder.stems) * len(config.ladder.seeds)
     if runs < MIN_STEMS:
         yield f"ladder.stage_branches: needs {MIN_STEMS} runs of the ladder, by stems, branches and seeds; got {runs}"

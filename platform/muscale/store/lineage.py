@@ -35,7 +35,7 @@ class Chain:
         ends = [0, *(segment.end for segment in self.segments)]
         if not self.segments or any(s.start != end for s, end in zip(self.segments, ends, strict=False)):
             raise ValueError(f"a chain starts at 0 and has no gaps, got {[(s.start, s.end) for s in self.segments]}")
-        self.numerics.require_length(self.last.end)
+        self.numerics.require_known_length()
 
     @property
     def last(self) -> Segment:

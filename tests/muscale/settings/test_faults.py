@@ -58,6 +58,8 @@ sweep.space.batch_tokens={{distribution="ordinal", values=[256, 384]}} => sweep.
 sweep.space.batch_tokens={{distribution="ordinal", values=[48, 96]}} => sweep.space.batch_tokens | 32 | got 48
 sweep.space.batch_tokens={{distribution="ordinal", values=[32, 256]}} ;; promote.workers=2 => promote.workers | got 1
 ladder.stage_branches=2 => ladder.stage_branches | got 2
+ladder.stage_branches=2 ;; corpus.sources={{a={{path="text"}}, b={{path="text"}}}} ;; \
+corpus.stages=[{{weights={{a=1, b=0}}, until_fraction=0.4}}, {{weights={{a=0, b=1}}}}] => ladder.stage_branches | 0.5 | 0.4
 sweep.n_tokens=768 => sweep.n_tokens | 256 tokens | got 768
 sweep.n_tokens=10 => sweep.n_tokens | 256 tokens | 218
 transfer.widths=[20] => transfer.widths | head_dim=16 | got 20

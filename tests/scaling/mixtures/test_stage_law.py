@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from scaling import ScalingError, StageLaw, fit, fit_stages
+from scaling.mixtures.stage_law import MISTUNED
 
 PLANNED, SHARES = 0.4, (0.0, 0.4 / 3, 0.8 / 3)
 
@@ -80,6 +81,25 @@ def test_what_was_not_trained_is_named(law: StageLaw) -> None:
     assert len(law.effect(6e5, 2e6, 0.5).reasons) == 1
     assert len(law.effect(6e6, 2e6, 0.2).reasons) == 1
     assert len(law.effect(6e6, 2e7, 0.2).reasons) == 2
+
+
+def test_shares_close_to_each_other_stay_apart_and_a_share_of_few_stems_is_left_out(law: StageLaw) -> None:
+    runs = ladder()
+    close = runs.assign(share=runs["share"] / 20)
+    at = close[close["share"] == PLANNED / 20]
+    found = fit_stages(close, fit(at.drop(columns=["share", "stem"]), n_params_convention="total", n_bootstrap=50))
+    assert found.shares == pytest.approx([share / 20 for share in SHARES])
+    assert len({found.effect(1e6, 4e6, share).log_ratio for share in found.shares}) == len(SHARES)
+    assert found.effect(1e6, 4e6, 1.01 * found.planned).reasons
+    stems = sorted(set(runs["stem"]))
+    fewer = fitted(runs[(runs["share"] > 0) | runs["stem"].isin(stems[:2])])
+    assert fewer.shares == pytest.approx(SHARES[1:])
+    assert fewer.effect(1e6, 4e6, 0.0).reasons
+
+
+def test_the_interval_contains_what_a_shorter_branch_may_lose_by_its_tuning(law: StageLaw) -> None:
+    octaves = np.log2(1 / (1 - PLANNED))
+    assert law.effect(6e5, 2e6, 0.0).half_width > MISTUNED * octaves**2
 
 
 def test_the_order_of_rows_does_not_matter_and_other_stems_are_ignored() -> None:

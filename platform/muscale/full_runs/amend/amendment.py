@@ -83,9 +83,15 @@ class Amendment(Result):
 
     @property
     def earlier(self) -> dict[str, LineageSegment]:
-        """The last lineage segment on each other corpus, by label."""
+        """The last lineage segment on each corpus with another held-out loss, by label."""
         last = {past.corpus: past for past in self.parent.lineage if past.corpus != self.corpus.key}
-        return {past.label: past for past in last.values()}
+        return {past.label: past for past in last.values() if not self._has_held_out_loss_of(past)}
+
+    def _has_held_out_loss_of(self, past: LineageSegment) -> bool:
+        if past.sources != {name: files.key for name, files in self.corpus.sources.items()}:
+            return False
+        weights = Corpus.open(self.directory / past.folder).evaluation_weights
+        return weights == self.corpus.evaluation_weights and past.evaluation_tokens == self.numerics.evaluation_tokens
 
     @property
     def lineage(self) -> tuple[LineageSegment, ...]:
@@ -94,23 +100,32 @@ class Amendment(Result):
         return (*self.parent.lineage, LineageSegment.of(self.corpus, self.directory, self.numerics, **own))
 
     @property
-    def planned_share(self) -> float:
-        """Share of the plan's tokens in the last stage of its corpus, if that begins at a fraction of the run; else 1."""
+    def planned_share(self) -> float | None:
+        """Share of the plan's tokens in the last stage of its corpus; None unless stages end at fractions of the run."""
         mixture = self._planned_mixture
-        return 1 - ((mixture.last_stage_fraction if mixture else None) or 0.0)
+        if mixture is None or not (begins := mixture.last_stage_fraction):
+            return None
+        return 1 - begins
+
+    def has_stages_of(self, plan_tokens: int) -> bool:
+        """Return whether the lineage has read, and will read, the stages of a plan of so many tokens."""
+        planned, own = self._planned_mixture, self.corpus.mixture_of(self.numerics.run_tokens)
+        same = planned is not None and own == planned.resolve(plan_tokens)
+        return same and self.position == self.parent.tokens_before
 
     @property
     def last_stage_share(self) -> float | None:
-        """Share of the lineage's tokens in the last stage; None unless the plan has two stages, the last at a fraction of the run.
+        """Share of the lineage's tokens in the last stage; None unless it has read the plan's two stages, and nothing else.
 
-        The lineage has read no other corpus, and both stages have the plan's weights; the run may end before the second.
+        The run may end before the second stage.
         """
         planned, own = self._planned_mixture, self.corpus.mixture_of(self.numerics.run_tokens)
-        if planned is None or own is None or len(planned.stages) != 2 or not planned.last_stage_fraction:
+        total = self.parent.tokens_before + self.n_tokens
+        if planned is None or own is None or self.position != self.parent.tokens_before:
             return None
-        if planned.weights_in_turn != own.weights_in_turn or self.position != self.parent.tokens_before:
+        if len(planned.stages) != 2 or planned.weights_in_turn != own.weights_in_turn:
             return None
-        return max(0.0, 1 - own.last_stage_begins / (self.parent.tokens_before + self.n_tokens))
+        return own.last_stage_share(total)
 
     @cached_property
     def _planned_mixture(self) -> Mixture | None:
@@ -175,7 +190,11 @@ class Amendment(Result):
             *self._other_order,
             *(
                 f"warning: {line}"
-                for line in self.corpus.warnings(self.position + self.n_tokens, self.numerics.model.context_length)
+                for line in self.corpus.warnings(
+                    self.position + self.n_tokens,
+                    self.numerics.model.context_length,
+                    run_tokens=self.numerics.run_tokens,
+                )
             ),
             *(f"warning: {line}" for line in cut_records(self.corpus, self.numerics.model.context_length)),
         ]

@@ -312,17 +312,12 @@ def position_in(corpus: Corpus, lineage: Sequence[LineageSegment], seed: int) ->
     """Tokens of the corpus at which a run starts: after all tokens read before in the same order, so none is repeated.
 
     Raises:
-        StageError: If the data order differs, or another run than the parent read a mixture whose stages end at its fractions.
+        StageError: If the data order differs.
     """
     before = [past for past in lineage if past.corpus == corpus.key]
     if not before:
         return 0
     last = before[-1]
-    if corpus.stages_by_fraction and last is not lineage[-1]:
-        raise StageError(
-            f"corpus: the mixture stages of this corpus end at fractions of the run that read it, {last.label}; set [corpus] with "
-            "the mixture to continue with"
-        )
     if seed != last.seed:
         raise StageError(
             f"seed: must be {last.seed}, the data order in which {last.label} read this corpus; another order would repeat tokens; "

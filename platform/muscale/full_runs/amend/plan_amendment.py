@@ -99,11 +99,6 @@ def plan_amendment(
         parent = find_parent(wanted, ledger, first, numerics)
         base = where.resolve().parent if where else ledger.directory
         corpus, evaluation = _corpus(file.own_corpus, parent, base, config, ledger, first, on_progress)
-        position = None
-        if file.mixture or file.until_fraction:
-            position = parent.lineage[-1].position + parent.tokens
-            total = file.n_tokens or parent.tokens_before - parent.tokens + parent.segments[-1].end
-            corpus = _remixed(corpus, file, parent, position + total - parent.tokens_before, ledger)
         try:
             segments = amended(
                 parent.segments,
@@ -115,6 +110,10 @@ def plan_amendment(
         except ValueError as error:
             place = "" if str(error).startswith("n_tokens") else "hyperparameters: "
             raise StageError(f"{place}{error}") from error
+        position = None
+        if file.mixture or file.until_fraction:
+            position = parent.lineage[-1].position + parent.tokens
+            corpus = _remixed(corpus, file, parent, position + segments[-1].end, ledger)
         return _plan(
             parent,
             config,
@@ -214,43 +213,53 @@ def _corpus(
         vocab_size=config.model.vocab_size,
         on_progress=on_progress,
     )
+    if corpus.stages_by_fraction and corpus.key in {past.corpus for past in parent.lineage}:
+        raise StageError(
+            "corpus: its stages end at fractions of a run, and an earlier run of the lineage has read it; leave [corpus] out to read "
+            "on in its last stage, or set another mixture"
+        )
     return corpus, settings.evaluation_tokens
 
 
 def _remixed(corpus: Corpus, file: AmendmentFile, parent: Parent, end: int, ledger: Ledger) -> Corpus:
-    """The parent's corpus with other weights from the checkpoint on, or another begin of its last stage, up to `end` of its tokens.
+    """The parent's corpus with other weights from the checkpoint on, or with another begin of its last stage.
 
     Each source is read on where it stopped.
+
+    Args:
+        end: Tokens of the corpus at the run's end.
     """
     key = "mixture" if file.mixture else "until_fraction"
-    after = parent.lineage[-1].position + parent.tokens
     mixture = corpus.mixture_of(parent.numerics.run_tokens)
     if mixture is None:
         raise StageError(f"{key}: the parent's corpus must have several sources, but {corpus.folder} has one")
     try:
-        if file.mixture:
-            mixture = mixture.reweighted(file.mixture, after)
+        if file.until_fraction:
+            mixture = _with_last_stage(mixture, file.until_fraction, parent, end)
         else:
-            mixture = mixture.with_last_stage(_begin_of_last_stage(file, mixture, after, parent, end))
+            mixture = mixture.reweighted(file.mixture, parent.lineage[-1].position + parent.tokens)
     except ValueError as error:
         raise StageError(f"{key}: {error}") from error
     folder = ledger.directory / CORPORA / content_key([corpus.key, mixture.to_dict()])
     return write_remixed(corpus, folder, mixture)
 
 
-def _begin_of_last_stage(file: AmendmentFile, mixture: Mixture, after: int, parent: Parent, end: int) -> int:
-    """Tokens of the corpus after which its last stage is to begin; raises ValueError if that is before the checkpoint."""
-    planned = mixture.last_stage_begins
-    before = parent.tokens_before - after  # tokens of the lineage that are not of this corpus
-    total = before + end
-    begins = round((file.until_fraction or 1.0) * total) - before
-    if 0 < planned <= after:
-        raise ValueError(f"the last stage has begun after {planned + before:,} tokens, before the checkpoint")
-    if begins < after:
+def _with_last_stage(mixture: Mixture, until_fraction: float, parent: Parent, end: int) -> Mixture:
+    """The mixture whose last stage begins at a share of the whole run; raises ValueError if that can't be changed any more."""
+    if len(mixture.stages) < 2:
+        raise ValueError("the parent's corpus must have several stages, got one")
+    now = parent.lineage[-1].position + parent.tokens
+    elsewhere = parent.tokens_before - now  # tokens of the lineage that are not of this corpus
+    if mixture.last_stage_begins <= now:
         raise ValueError(
-            f"must be at least {parent.tokens_before / total:.4g}, where the checkpoint is, got {file.until_fraction}"
+            f"the last stage began after {mixture.last_stage_begins + elsewhere:,} tokens, not after the checkpoint at "
+            f"{parent.tokens_before:,}"
         )
-    return begins
+    begins = round(until_fraction * (elsewhere + end)) - elsewhere
+    if begins < now:
+        least = parent.tokens_before / (elsewhere + end)
+        raise ValueError(f"must be at least {least:.4g}, the checkpoint's share of the run, got {until_fraction}")
+    return mixture.with_last_stage(begins)
 
 
 def _with_model(numerics: Numerics, changes: Mapping[str, Any]) -> Numerics:

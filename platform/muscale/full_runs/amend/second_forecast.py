@@ -244,12 +244,19 @@ def _by_stages(
     amendment: Amendment, stages: Callable[[], StageLaw | str], plan: Plan, level: float
 ) -> tuple[float, float, list[str]]:
     """Log of the loss over that with the planned begin of the last stage, half its interval, and what the law does not cover."""
-    share = amendment.last_stage_share
     total = amendment.parent.tokens_before + amendment.n_tokens
-    if share is None or abs(share - amendment.planned_share) * total < amendment.segments[-1].recipe.batch_tokens:
+    if (planned := amendment.planned_share) is None:
+        moved = f"until_fraction = {until}" if (until := amendment.changes.get("until_fraction")) else ""
+        return 0.0, 0.0, [f"{moved}: the plan's corpus has no two stages by fractions"] if moved else []
+    if total == plan.n_tokens and amendment.has_stages_of(plan.n_tokens):
+        return 0.0, 0.0, []
+    if (share := amendment.last_stage_share) is None:
+        named = any(key.split(".")[0] in ("mixture", "corpus") for key in amendment.changes)
+        return 0.0, 0.0, [] if named else ["the stages of the corpus differ from the plan's: no law covers this change"]
+    if abs(share - planned) * total < amendment.segments[-1].recipe.batch_tokens:
         return 0.0, 0.0, []
     if isinstance(law := stages(), str):
-        what = f"{share:.1%} of the tokens in the last stage of the corpus, {amendment.planned_share:.1%} on the ladder"
+        what = f"{share:.1%} of the tokens in the last stage of the corpus, {planned:.1%} on the ladder"
         return 0.0, 0.0, [f"{what}: {law}"]
     found = law.effect(plan.n_params, total, share, level=level)
     return found.log_ratio, found.half_width, [*found.reasons]

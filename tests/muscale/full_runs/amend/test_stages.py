@@ -3,15 +3,17 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from muscale import StageError, StudyFileError
+from muscale import StageError, Study, StudyFileError
+from muscale.bundles.bundle import DATA
 from muscale.full_runs.amend.second_forecast import SecondForecast, second_forecast
 from muscale.full_runs.amend.train import train_amendment
 from muscale.full_runs.train.attempt import train
-from muscale.layout import FULL_RUNS
+from muscale.layout import FULL_RUNS, STUDY_FILE
 from proxy_models.data.batches import training_stream
 from proxy_models.data.mixture import Mixture, MixtureStage
 from scaling import StageLaw
@@ -22,8 +24,8 @@ from tests.muscale.planted import planted_fit
 HALF = STEPS // 2 * BATCH  # a checkpoint that is kept
 PLANNED = Mixture(
     stages=(
-        MixtureStage(weights={"text": 1, "code": 0}, until_fraction=0.75),
-        MixtureStage(weights={"text": 1, "code": 3}),
+        MixtureStage(weights={"text": 1.0, "code": 0.0}, until_fraction=0.75),
+        MixtureStage(weights={"text": 1.0, "code": 3.0}),
     )
 )
 
@@ -62,8 +64,16 @@ def test_the_last_stage_begins_at_another_share_of_the_run_and_each_source_is_re
 
 
 def test_a_longer_run_keeps_the_begin_of_the_last_stage_in_tokens(case: Case) -> None:
-    longer = case.amended(parent__run=case.plan.key, parent__tokens=HALF, n_tokens=2 * STEPS * BATCH)
+    longer = case.amended(parent__run=case.plan.key, parent__tokens=HALF, n_tokens=2 * STEPS * BATCH, name="longer")
     assert longer.last_stage_share == pytest.approx(1 - 0.75 / 2)
+    assert longer.earlier == {}, "its held-out loss is the parent's"
+    done = train_amendment(longer, case.config, case.ledger, launcher=train)
+    study = Study.open(case.directory / STUDY_FILE, quiet=True)
+    bundle = study.bundle(continuation=done.key)
+    epochs = bundle.read(DATA)["epochs"]
+    code = case.corpus.sources["code"].n_tokens
+    assert epochs["code"] * code == pytest.approx(0.75 * (2 - 0.75) * STEPS * BATCH, rel=0.01)
+    study.ledger.close()
     moved = case.amended(
         parent__run=case.plan.key, parent__tokens=HALF, n_tokens=2 * STEPS * BATCH, until_fraction=0.75
     )
@@ -84,7 +94,15 @@ def test_a_run_in_stages_is_continued_behind_its_end(case: Case) -> None:
     ("changes", "key"),
     [
         ({"until_fraction": 0.4}, "until_fraction"),
-        ({"parent__tokens": STEPS * BATCH, "n_tokens": 2 * STEPS * BATCH, "until_fraction": 0.9}, "until_fraction"),
+        (
+            {
+                "parent__tokens": STEPS * BATCH,
+                "n_tokens": 2 * STEPS * BATCH,
+                "hyperparameters__rewarm_tokens": BATCH,
+                "until_fraction": 0.9,
+            },
+            "until_fraction",
+        ),
     ],
 )
 def test_a_stage_can_t_begin_before_the_checkpoint_nor_begin_again(
@@ -92,6 +110,21 @@ def test_a_stage_can_t_begin_before_the_checkpoint_nor_begin_again(
 ) -> None:
     with pytest.raises(StageError, match=key):
         case.amended(**{"parent__run": case.plan.key, "parent__tokens": HALF} | changes)
+
+
+def test_a_stated_corpus_that_a_lineage_has_read_in_stages_is_refused(case: Case) -> None:
+    stages = """
+[corpus.sources]
+text = { path = "text" }
+code = { path = "code" }
+[[corpus.stages]]
+weights = { text = 1, code = 0 }
+until_fraction = 0.75
+[[corpus.stages]]
+weights = { text = 1, code = 3 }
+"""
+    with pytest.raises(StageError, match="corpus"):
+        case.planned(f'name = "restated"\nn_tokens = {4 * BATCH}\n{stages}')
 
 
 def test_other_weights_and_another_begin_can_t_be_combined(case: Case) -> None:
@@ -148,6 +181,23 @@ def test_another_begin_is_named_as_not_covered_without_a_law_and_outside_it(case
     found = second_forecast(longer, fit, case.ledger, level=0.9, stages=lambda: "none")
     assert isinstance(found, SecondForecast)
     assert any("none" in reason for reason in found.reasons), "a longer run has another share"
+
+
+def test_three_stages_have_no_law_so_a_change_is_named_and_none_is_not(tmp_path: Path) -> None:
+    first, last = PLANNED.stages
+    three = Mixture(stages=(replace(last, until_fraction=0.25), first, last))
+    own = promoted(tmp_path, mixture=three)
+    at = {"parent__run": own.plan.key, "parent__tokens": HALF}
+    same, moved, longer = (
+        second_forecast(of_lineage(own, {HALF: 9.0}, **change)[0], planted_fit(), own.ledger, level=0.9)
+        for change in ({}, {"until_fraction": 0.9}, {"n_tokens": 2 * STEPS * BATCH})
+    )
+    assert own.amended(**at).last_stage_share is None
+    assert isinstance(same, SecondForecast)
+    for found in (moved, longer):
+        assert isinstance(found, SecondForecast)
+        assert found.widening > 0 == same.widening
+    own.ledger.close()
 
 
 def test_training_losses_of_the_first_stage_do_not_stand_in_for_held_out_ones(case: Case) -> None:
