@@ -58,15 +58,19 @@ def defer_sigint() -> Iterator[None]:
 
 @contextmanager
 def enable_sigint() -> Iterator[None]:
-    """Let SIGINT interrupt the main thread within the block even if ignored, as in a shell's background jobs and their children."""
-    deaf = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if deaf:
+    """Let SIGINT interrupt the main thread within the block even if it is ignored, or swallowed by what Ray Tune left behind.
+
+    A shell's background jobs and their children ignore it. A Tuner does not restore the handler, which swallows the next signal.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    deaf = handler is signal.SIG_IGN or getattr(handler, "__module__", "") == "ray.tune.tune"
+    if replaced := deaf and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        if deaf:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if replaced:
+            signal.signal(signal.SIGINT, handler)
 
 
 @contextmanager

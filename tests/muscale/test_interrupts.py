@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray.tune.tune import _setup_signal_catching
 
 from muscale import interrupts
-from muscale.interrupts import defer_sigint, interruptible
+from muscale.interrupts import defer_sigint, enable_sigint, interruptible
 from tests.quick import quick_and_soak
 
 
@@ -63,6 +64,22 @@ def test_without_a_signal_nothing_happens_and_other_threads_may_use_it() -> None
     other.join()
     assert entered == [True, True]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("left", ["ignored", "by a Tuner"])
+def test_a_block_is_interrupted_by_the_first_signal_whatever_handler_was_left(left: str) -> None:
+    def swallow(_signal: int, _frame: object) -> None:
+        pytest.fail("the signal was swallowed")
+
+    swallow.__module__ = _setup_signal_catching.__module__
+    handler = signal.SIG_IGN if left == "ignored" else swallow
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), enable_sigint():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_second_sigterm_soon_after_the_first_is_the_same_one_and_a_later_one_is_another(
