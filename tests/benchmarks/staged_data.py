@@ -38,7 +38,7 @@ CHANGES: dict[str, tuple[float, dict[str, Any]]] = {
     "the second stage from 80 % on": (0.5, {"until_fraction": 0.8}),
     "the second stage from 93 % on": (0.5, {"until_fraction": 0.93}),
     "never": (0.5, {"until_fraction": 1.0}),
-    "the second stage from half the run on": (0.5, {"until_fraction": 0.505}),
+    "the second stage from half the run on": (0.5, {"until_fraction": 0.51}),
 }
 """Share of the run at which each change is made, and the change; the last is earlier than the law of stages covers."""
 
