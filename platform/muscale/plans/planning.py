@@ -43,7 +43,7 @@ _OF_THE_PLAN = ("forecast", "n_params", "n_tokens")  # values for whole batches,
 
 @dataclass(frozen=True, kw_only=True)
 class StageForecast:
-    """The forecast of the same run with another begin of the corpus's last stage.
+    """The forecast of the same run with another start of the corpus's last stage.
 
     Attributes:
         until_fraction: Share of the run at which the stage begins; 1: never.
@@ -82,7 +82,7 @@ class Plan(Recorded):
         provenance: Every hyperparameter with its rules and its source.
         data: Hashes of the `corpus` and of its `tokenizer`; empty without a corpus.
         batch: The run's batch, if it differs from the proxies'.
-        stages: Forecasts for other begins of the corpus's last stage, which [ladder] stage_branches give.
+        stages: Forecasts for other starts of the corpus's last stage, which [ladder] stage_branches give.
         no_stages: Why there are none, if the study has such branches.
         registered_at: Time at which the forecast was written to the ledger; None before.
     """
@@ -156,9 +156,9 @@ class Plan(Recorded):
             ),
             *([f"  batch_tokens = {self.batch}"] if self.batch else []),
             *([f"  if the last stage begins {'; '.join(map(str, self.stages))}"] if self.stages else []),
-            *([f"  other begins of the last stage have no forecast: {self.no_stages}"] if self.no_stages else []),
+            *([f"  other starts of the last stage have no forecast: {self.no_stages}"] if self.no_stages else []),
             *(f"  outside declared support: {reason}" for reason in forecast.reasons),
-            *(f"  outside declared support, other begins: {reason}" for reason in self._reasons_of_stages),
+            *(f"  outside declared support, other starts: {reason}" for reason in self._reasons_of_stages),
             *(f"  {line}" for line in format_decision(self.decision)),
         ]
         if self.registered_at:
@@ -409,7 +409,7 @@ class Planner:
         )
 
     def _stages(self) -> Iterator[StageForecast]:
-        """Forecasts for the begins of the last stage that the ladder's runs have."""
+        """Forecasts for the starts of the last stage that the ladder's runs have."""
         if isinstance(self.stages, str):
             return
         planned, level = self._forecast(), self.config.plan.level

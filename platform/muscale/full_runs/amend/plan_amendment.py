@@ -222,7 +222,7 @@ def _corpus(
 
 
 def _remixed(corpus: Corpus, file: AmendmentFile, parent: Parent, end: int, ledger: Ledger) -> Corpus:
-    """The parent's corpus with other weights from the checkpoint on, or with another begin of its last stage.
+    """The parent's corpus with other weights from the checkpoint on, or with another start of its last stage.
 
     Each source is read on where it stopped.
 

@@ -13,7 +13,7 @@ A change of the schedule or the rate is worth what the law of the ladder's sched
 run's own curve: its forecast of the changed schedule over that of the parent's, stretched to the same tokens. The interval of this
 ratio (`ScheduleFit.effect`) is added as an independent error.
 
-Another begin of the corpus's last stage is worth what the law of the ladder's branches (`scaling.fit_stages`) says; its interval is
+Another start of the corpus's last stage is worth what the law of the ladder's branches (`scaling.fit_stages`) says; its interval is
 added, too.
 
 A change that no law covers may cost all that the run has still to gain, or gain as much again: the log of the highest loss in the
@@ -102,7 +102,7 @@ class SecondForecast(Recorded):
         if self.by_schedule:
             parts.append(f"{math.expm1(self.by_schedule):+.2%} by the schedule")
         if self.by_stages:
-            parts.append(f"{math.expm1(self.by_stages):+.2%} by the begin of the last stage")
+            parts.append(f"{math.expm1(self.by_stages):+.2%} by the start of the last stage")
         lines = [
             f"forecast {self.loss:.4f} nats per token after {self.n_tokens:,} tokens in all, {self.level:.0%} interval "
             f"[{self.low:.4f}, {self.high:.4f}]: {', '.join(parts)}",
@@ -243,11 +243,11 @@ def _last_stage_begins(amendment: Amendment) -> int:
 def _by_stages(
     amendment: Amendment, stages: Callable[[], StageLaw | str], plan: Plan, level: float
 ) -> tuple[float, float, list[str]]:
-    """Log of the loss over that with the planned begin of the last stage, half its interval, and what the law does not cover."""
+    """Log of the loss over that with the planned start of the last stage, half its interval, and what the law does not cover."""
     total = amendment.parent.tokens_before + amendment.n_tokens
     if (planned := amendment.planned_share) is None:
-        moved = f"until_fraction = {until}" if (until := amendment.changes.get("until_fraction")) else ""
-        return 0.0, 0.0, [f"{moved}: the plan's corpus has no two stages by fractions"] if moved else []
+        moved = amendment.changes.get("until_fraction")
+        return 0.0, 0.0, [f"until_fraction = {moved}: the plan has no stages that end at fractions"] if moved else []
     if total == plan.n_tokens and amendment.has_stages_of(plan.n_tokens):
         return 0.0, 0.0, []
     if (share := amendment.last_stage_share) is None:

@@ -1,4 +1,4 @@
-"""Runs whose corpus has stages: amended at a checkpoint, with another begin of the last stage, and what that is forecast to change."""
+"""Runs whose corpus has stages: amended at a checkpoint, with another start of the last stage, and what that is forecast to change."""
 
 import math
 from collections.abc import Iterator
