@@ -89,11 +89,12 @@ def test_an_open_layout_needs_a_family_whose_steps_are_predicted_and_only_what_t
 @pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster", "transformers")
-@pytest.mark.parametrize("name", ["Qwen3Config", "GPT2Config"])
-def test_every_stage_trains_a_config_of_transformers(make_study: MakeStudy, name: str) -> None:
+@pytest.mark.parametrize(("name", "low", "high"), [("Qwen3Config", 0.03, 0.1), ("GPT2Config", 0.005, 0.02)])
+def test_every_stage_trains_a_config_of_transformers(make_study: MakeStudy, name: str, low: float, high: float) -> None:
     study = with_family(make_study(), f"transformers:{name}", **TRANSFORMERS[name])
-    assert entry.run(["run", str(study), "--force", *settings()]) in (0, 1)
-    runs = Study.open(study, SMALL, quiet=True).runs()
+    rates = f'sweep.space.learning_rate={{distribution="log_uniform", low={low}, high={high}}}'
+    assert entry.run(["run", str(study), "--force", *settings(rates)]) in (0, 1)
+    runs = Study.open(study, (*SMALL, rates), quiet=True).runs()
     assert set(runs["purpose"]) == {"sweep", "transfer", "ladder", "full"}
 
 
