@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from muscale.plans.band import MIN_STEMS, WINDOW, Band, make_band, register_band
 from muscale.proxies.ladder_curves import read_curves
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
+from proxy_models.data.mixture import Mixture, MixtureStage
 from tests.muscale.planted_ladder import (
     COOLDOWN,
     OFFSET,
@@ -152,6 +154,32 @@ def test_the_band_is_registered_once_and_before_the_run(make_study: MakeStudy, l
     ledger.record_result(ResultKind.PROMOTION_STARTED, "late", {"at": "now"})
     assert "the run began before" in register_band(late, ledger, rows, max_regret=0.01).reason
     assert ledger.result(ResultKind.BAND, "late") is None
+
+
+def test_in_a_corpus_with_stages_the_band_begins_with_the_last_and_has_only_an_end_if_stages_end_at_tokens(
+    make_study: MakeStudy, ledger: Ledger
+) -> None:
+    path = make_study()
+    config = StudyConfig.read(path)
+    rows = write_ladder(ledger, numerics_of(config), config)
+    plan, last = registered_plan(path, ledger), MixtureStage(weights={"a": 1, "b": 2})
+    whole = register_band(plan, ledger, rows, max_regret=0.01)
+
+    def staged(key: str, **end: Any) -> Band:
+        first = MixtureStage(weights={"a": 1, "b": 1}, **end)
+        named = replace(plan, key=key)
+        return register_band(named, ledger, rows, max_regret=0.01, mixture=Mixture(stages=(first, last)))
+
+    band = staged("by fraction", until_fraction=0.6)
+    assert band.begins == pytest.approx(0.6 + WINDOW)
+    assert band.begins > whole.begins
+    tokens = np.array([0.3, 0.7, 0.9, 1.0]) * plan.n_tokens
+    late = band.at(tokens)
+    assert late["expected"].isna().tolist() == [True, False, False, False]
+    np.testing.assert_allclose(late["expected"][1:], whole.at(tokens)["expected"][1:], rtol=0.01)
+    by_tokens = staged("by tokens", until_tokens=1024)
+    assert (by_tokens.begins, bool(by_tokens.reason)) == (1.0, True)
+    assert ledger.result(ResultKind.BAND, "by tokens") == by_tokens.to_dict()
 
 
 def test_runs_without_a_law_have_no_band(make_study: MakeStudy, ledger: Ledger) -> None:

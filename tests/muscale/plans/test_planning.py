@@ -18,7 +18,7 @@ from muscale.plans.planning import Plan, Planner, as_registered, register, repla
 from muscale.plans.sizing import epochs, most_tokens
 from muscale.store.ledger import Ledger
 from proxy_models.data.corpus import Corpus
-from scaling import HorizonLaw, ScalingFit, fit
+from scaling import HorizonLaw, ScalingFit, StageLaw, fit
 from tests.muscale.planted import large_and_small
 
 MakeStudy = Callable[..., Path]
@@ -38,6 +38,28 @@ def planned(read: Callable[..., StudyConfig], law: ScalingFit, horizon: HorizonL
         return Planner(config, config.hyperparameters, horizon, law, corpus=corpus).plan()
 
     return make
+
+
+def test_other_starts_of_the_last_stage_have_forecasts_or_a_reason(
+    read: Callable[..., StudyConfig], law: ScalingFit, horizon: HorizonLaw
+) -> None:
+    config = read()
+    config = config.model_copy(update={"ladder": config.ladder.model_copy(update={"stage_branches": 2})})
+    rows = [
+        {"stem": str(n), "n_params": n * 1e5, "n_tokens": 1e6, "share": share, "log_ratio": 0.2 - share}
+        for n in (1, 2, 4)
+        for share in (0.0, 0.1)
+    ]
+    stages = StageLaw(planned=0.2, ratios=pd.DataFrame(rows))
+    plan = Planner(config, config.hyperparameters, horizon, law, stages=stages).plan()
+    assert [of.until_fraction for of in plan.stages] == [0.9, 1.0]
+    for of, ratio in zip(plan.stages, (0.1, 0.2), strict=True):
+        assert of.loss == pytest.approx(plan.forecast.loss * math.exp(ratio))
+        assert of.high / of.loss > plan.forecast.high / plan.forecast.loss
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    none = Planner(config, config.hyperparameters, horizon, law, stages="too few").plan()
+    assert (none.stages, none.no_stages) == ((), "too few")
+    assert none.key == plan.key
 
 
 def test_no_other_shape_of_the_family_does_better(

@@ -15,16 +15,20 @@ from muscale.actors.jobs import Job
 from muscale.full_runs.promote.promotion import Promotion
 from muscale.plans.costs import estimate
 from muscale.proxies import ladder, transfer
+from muscale.proxies.ladder_stages import stage_law
 from muscale.proxies.measures import Measures
 from muscale.search.sweep_jobs import history_of
 from muscale.search.trial import TrialPlan
 from muscale.settings.corpus import StageSettings
+from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import segments
 from muscale.store.lineage import stems
 from proxy_models.architecture.config import as_decoder
 from proxy_models.evaluation.held_out_loss import HeldOutLoss
 from proxy_models.evaluation.quantised_loss import QuantisedLoss
 from proxy_models.training.numerics import Numerics
-from scaling import HorizonLaw, fit, fit_horizon_law
+from scaling import HorizonLaw, ScalingError, fit, fit_horizon_law
+from tests.muscale.planted import planted_fit
 
 EXPONENT = 0.3
 MEASURES = Measures(always=(HeldOutLoss(),), at_end=(QuantisedLoss(bits=(8,)),))
@@ -120,17 +124,43 @@ def test_a_curriculum_by_fractions_gives_each_run_its_own_stem(
         assert len(stems([job.chain for job in jobs])) == len(jobs) == 2 * len(stems([job.chain for job in shared]))
 
 
-def test_branches_of_stages_end_with_equally_spaced_shares_of_the_last_stage_from_their_run_s_stem(
-    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
-) -> None:
-    curriculum, best = replace(numerics, stages_by_fraction=True), config.hyperparameters
+def with_stages(config: StudyConfig) -> StudyConfig:
+    """Two stages, the second from half of each run on, and three further branches of each run of the ladder."""
     stages = (StageSettings(weights={"a": 1}, until_fraction=0.5), StageSettings(weights={"a": 1}))
-    staged = config.model_copy(
+    return config.model_copy(
         update={
             "corpus": config.corpus.model_copy(update={"stages": stages}),
             "ladder": config.ladder.model_copy(update={"stage_branches": 3}),
         }
     )
+
+
+def test_the_law_of_stages_is_fitted_to_the_branches_that_have_ended(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw, ledger: Ledger
+) -> None:
+    staged, known = with_stages(config), planted_fit()
+    jobs = ladder.ladder_jobs(staged, replace(numerics, stages_by_fraction=True), config.hyperparameters, horizon)
+    values = {"trained_from": 0, "source_losses": {}, "seconds": 1.0, "environment": {}}
+    with pytest.raises(ScalingError):
+        stage_law(jobs, known, ledger, staged.corpus, 3)
+    for job in jobs:
+        whole = job.chain.last.end == job.chain.numerics.run_tokens
+        at_planned = np.exp(known.ensemble.log_loss(job.chain.numerics.model.n_params, job.chain.last.end))
+        loss = float(at_planned) * (1.0 if whole else 1.1)
+        for part in (job.chain.parent, job.chain):
+            if part and ledger.segment(part.key) is None:
+                ledger.insert(segments, **part.row(), loss=loss, state=None, **values)
+    law = stage_law(jobs, known, ledger, staged.corpus, 3)
+    assert [*law.shares, law.planned] == pytest.approx([0, 1 / 6, 1 / 3, 1 / 2])
+    np.testing.assert_allclose(law.ratios["log_ratio"], np.log(1.1))
+    assert law.ratios.groupby("share")["stem"].nunique().eq(len(jobs) // 4).all()
+
+
+def test_branches_of_stages_end_with_equally_spaced_shares_of_the_last_stage_from_their_run_s_stem(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
+) -> None:
+    curriculum, best = replace(numerics, stages_by_fraction=True), config.hyperparameters
+    staged = with_stages(config)
     plain = ladder.ladder_jobs(config, curriculum, best, horizon)
     jobs = ladder.ladder_jobs(staged, curriculum, best, horizon)
     assert [job for job in jobs if job.chain.last.end == job.chain.numerics.run_tokens] == plain
