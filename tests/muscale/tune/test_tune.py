@@ -219,7 +219,7 @@ class TestTuner:
     @pytest.mark.soak
     def test_what_is_no_hyperparameter_is_refused(self, make_study: Callable[[], Path], tmp_path: Path) -> None:
         grid = fit(open_study(make_study()), tmp_path, {"lr": 0.01})
-        assert "lr is no hyperparameter" in str(grid.errors[0])
+        assert "StageError: tune: lr " in str(grid.errors[0])
 
 
 def with_space(study: Study, space: Space) -> Study:
