@@ -5,7 +5,8 @@
 The text is the standard library's source and the headers of torch, in bytes: nine to one in the first 60 % of each run, then one to
 nine. The ladder's runs are also annealed with 0, 13 and 27 % of their tokens in the second stage, from the same stems. Children of
 each full run of about 2 million tokens begin the second stage earlier, later or never; every forecast is registered before the run
-that it forecasts begins. The study keeps what is finished, and the same command continues; `--report` only prints the tables.
+that it forecasts begins. The study keeps what is finished, and the same command continues; `--report` only prints the tables. An hour
+on two cores.
 """
 
 from __future__ import annotations
