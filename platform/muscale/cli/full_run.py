@@ -18,9 +18,6 @@ from muscale.layout import BUNDLES, FULL_RUNS
 if TYPE_CHECKING:
     from muscale.study import Study
 
-AMENDED = ("hyperparameters", "model", "mixture", "corpus", "n_tokens", "seed", "name", "reason", "parent", "control")
-"""Tables and keys that `--set` changes in an amendment instead of in the study file."""
-
 
 @command(FULL_RUN, example="muscale promote study.toml --dry-run")
 def promote(
@@ -163,7 +160,11 @@ def amend(
         control: Steps for which the parent's recipe is trained first, from the same checkpoint, to compare its losses.
         replay: Steps before the checkpoint that are trained again first, on the present devices; their losses must be those recorded.
     """
-    stated = tuple(one for one in options.set if one.partition("=")[0].split(".")[0].strip() in AMENDED)
+    from muscale.settings.amendment_file import AmendmentFile
+
+    # --set changes the amendment, where it has the key, and otherwise the study file
+    keys = AmendmentFile.model_fields
+    stated = tuple(one for one in options.set if one.partition("=")[0].split(".")[0].strip() in keys)
     others = replace(options, set=tuple(one for one in options.set if one not in stated))
     given: dict[str, Any] = {"run": run, "at": at, "reason": reason, "control": control}
 

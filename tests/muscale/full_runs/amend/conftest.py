@@ -72,9 +72,10 @@ def promoted(directory: Path, steps: int = STEPS, mixture: Mixture | None = None
     write_text(directory / "code", documents=20, words=200)
     for file in (directory / "code").iterdir():
         file.write_text(file.read_text().upper())
-    (directory / STUDY_FILE).write_text(
-        MICRO.replace("checkpoint_every_tokens = 20480", f"checkpoint_every_tokens = {steps // 2 * BATCH}")
-    )
+    text = MICRO.replace("checkpoint_every_tokens = 20480", f"checkpoint_every_tokens = {steps // 2 * BATCH}")
+    if mixture:
+        text = text.replace('source = "text"\n', "").replace("[model]", f"{stages_of(mixture)}\n[model]")
+    (directory / STUDY_FILE).write_text(text)
     config = StudyConfig.read(directory / STUDY_FILE, ["promote.keep_last=3"])
     sources = {name: Source(path=str(directory / name)) for name in ("text", "code")}
     corpus = (
@@ -97,6 +98,16 @@ def promoted(directory: Path, steps: int = STEPS, mixture: Mixture | None = None
     ledger.record_result(ResultKind.PROMOTION_STARTED, plan.key, {"at": "2026-01-01T00:00:00+00:00"})
     ledger.record_result(ResultKind.PROMOTION, plan.key, {"plan": plan.key})
     return Case(directory, config, ledger, corpus, numerics, plan)
+
+
+def stages_of(mixture: Mixture) -> str:
+    """The mixture as tables of a study file."""
+    lines = ["[corpus.sources]", 'text = { path = "text" }', 'code = { path = "code" }']
+    for stage in mixture.stages:
+        weights = ", ".join(f"{name} = {weight}" for name, weight in stage.weights.items())
+        lines += ["[[corpus.stages]]", f"weights = {{ {weights} }}"]
+        lines += [] if stage.until_fraction is None else [f"until_fraction = {stage.until_fraction}"]
+    return "\n".join(lines)
 
 
 def last_evaluation(folder: Path) -> float:

@@ -1,5 +1,6 @@
 """Runs whose corpus has stages: amended at a checkpoint, with another start of the last stage, and what that is forecast to change."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 
 from muscale import StageError, Study, StudyFileError
 from muscale.bundles.bundle import DATA
+from muscale.cli import app, entry
 from muscale.full_runs.amend.second_forecast import SecondForecast, second_forecast
 from muscale.full_runs.amend.train import train_amendment
 from muscale.full_runs.train.attempt import train
@@ -17,7 +19,7 @@ from muscale.layout import FULL_RUNS, STUDY_FILE
 from proxy_models.data.batches import training_stream
 from proxy_models.data.mixture import Mixture, MixtureStage
 from scaling import StageLaw
-from tests.muscale.full_runs.amend.conftest import BATCH, STEPS, Case, last_evaluation, promoted
+from tests.muscale.full_runs.amend.conftest import BATCH, STEPS, Case, last_evaluation, promoted, stages_of
 from tests.muscale.full_runs.amend.test_amendments import of_lineage
 from tests.muscale.planted import planted_fit
 
@@ -113,23 +115,27 @@ def test_a_stage_can_t_begin_before_the_checkpoint_nor_begin_again(
 
 
 def test_a_stated_corpus_that_a_lineage_has_read_in_stages_is_refused(case: Case) -> None:
-    stages = """
-[corpus.sources]
-text = { path = "text" }
-code = { path = "code" }
-[[corpus.stages]]
-weights = { text = 1, code = 0 }
-until_fraction = 0.75
-[[corpus.stages]]
-weights = { text = 1, code = 3 }
-"""
+    stages = stages_of(PLANNED)
     with pytest.raises(StageError, match="corpus"):
-        case.planned(f'name = "restated"\nn_tokens = {4 * BATCH}\n{stages}')
+        case.planned(f'name = "restated"\nn_tokens = {4 * BATCH}\n[corpus]\n{stages}')
 
 
 def test_other_weights_and_another_begin_can_t_be_combined(case: Case) -> None:
     with pytest.raises(StudyFileError, match="until_fraction"):
         case.amended(until_fraction=0.9, mixture__text=1, mixture__code=1)
+
+
+def test_the_command_line_moves_the_last_stage(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    study = str(case.directory / STUDY_FILE)
+    words = ["amend", study, "--run", case.plan.key, "--at", str(HALF), "--reason", "late", "--dry-run", "--json"]
+    assert app([*words, "--set", "until_fraction=0.9"], result_action="return_value") == 0
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["changes"] == {"until_fraction": 0.9}
+    child = case.amended(parent__run=case.plan.key, parent__tokens=HALF, until_fraction=0.9, reason="late")
+    assert shown["key"] == child.key
+    for value in ("0.3", "1.5", "late"):
+        assert entry.run([*words, "--set", f"until_fraction={value}"]) == 2
+        assert "until_fraction" in capfd.readouterr().err
 
 
 def planted_law(case: Case) -> StageLaw:
