@@ -283,7 +283,7 @@ class MixtureStream:
     @cached_property
     def _changes(self) -> list[int]:
         """Tokens after which a stage with other proportions begins."""
-        each = pairwise(self.mixture.weights_in_turn)
+        each = pairwise(self.mixture.shares_by_stage)
         starts = (self.interleaving.starts[1:] * self.context_length).tolist()
         return [start for start, (before, after) in zip(starts, each, strict=True) if before != after]
 

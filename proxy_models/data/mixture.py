@@ -166,7 +166,7 @@ class Mixture(Serializable):
         return type(self)(stages=(*kept, replace(cut, until_tokens=begins), last))
 
     @property
-    def weights_in_turn(self) -> list[dict[str, float]]:
+    def shares_by_stage(self) -> list[dict[str, float]]:
         """Shares of the sources in each stage."""
         return [stage.shares for stage in self.stages]
 

@@ -99,12 +99,12 @@ def recall() -> None:
         found = WORD.findall(" ".join(words).lower())
         sequences = [hash(tuple(found[i : i + 5])) for i in range(len(found) - 4)]
         return bool(sequences) and sum(times[one] <= 1 for one in sequences) >= (
-            0.8 if len(words) < 500 else 0.3
+            0.8 if len(words) < 500 else 0.3 if len(words) < 5000 else 0.15
         ) * len(sequences)
 
     pool = " ".join(draw.sample(training, 500)).split()
     planted, hosts, free = [], list(training), [True] * len(rest)
-    for length in LENGTHS:
+    for length in reversed(LENGTHS):  # the longest first, while there is room for them
         for kind in ("verbatim", "reformatted", "edited 1/20", "edited 1/10"):
             for number in range(EACH if length < 500 else EACH // 10):
                 for _ in range(5000):

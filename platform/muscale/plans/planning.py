@@ -237,7 +237,7 @@ class Planner:
 
     def plan(self) -> Plan:
         """Return the plan, not registered yet; raise StageError if the budget can't be spent (`size_for`) or pays for no batch."""
-        config, decision = self.config, self.decision
+        config, decision, forecast = self.config, self.decision, self._forecast()
         kept = decision.stated_ratio or self.fit.one_size
         by_law = (
             decision.n_params if kept else self.fit.ensemble.law.allocate(config.plan.budget.compute_flops).n_params
@@ -252,11 +252,11 @@ class Planner:
             hyperparameters=self.hyperparameters,
             rules=self._rules(),
             wanted_n_params=by_law,
-            forecast=self._forecast(),
+            forecast=forecast,
             decision=_plain(decision, config.plan.shapes, self._family),
             provenance=self._provenance(),
             batch=self.batch,
-            stages=tuple(self._stages()),
+            stages=tuple(self._stages(forecast)),
             no_stages=self.stages if isinstance(self.stages, str) and config.ladder.stage_branches else "",
             data={} if self.corpus is None else data_hashes(self.corpus),
         )
@@ -408,11 +408,11 @@ class Planner:
             found, low=found.low / wider, high=found.high * wider, reasons=(*found.reasons, *self._off_policy())
         )
 
-    def _stages(self) -> Iterator[StageForecast]:
+    def _stages(self, planned: Forecast) -> Iterator[StageForecast]:
         """Forecasts for the starts of the last stage that the ladder's runs have."""
         if isinstance(self.stages, str):
             return
-        planned, level = self._forecast(), self.config.plan.level
+        level = self.config.plan.level
         for share in reversed(self.stages.shares):
             effect = self.stages.effect(self.model.n_params, self.n_tokens, share, level=level)
             loss = planned.loss * math.exp(effect.log_ratio)

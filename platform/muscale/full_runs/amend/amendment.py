@@ -123,7 +123,7 @@ class Amendment(Result):
         total = self.parent.tokens_before + self.n_tokens
         if planned is None or own is None or self.position != self.parent.tokens_before:
             return None
-        if len(planned.stages) != 2 or planned.weights_in_turn != own.weights_in_turn:
+        if len(planned.stages) != 2 or planned.shares_by_stage != own.shares_by_stage:
             return None
         return own.last_stage_share(total)
 
