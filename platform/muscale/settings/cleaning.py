@@ -26,6 +26,7 @@ from proxy_models.hashing import content_key
 
 Share = Annotated[float, Field(ge=0, le=1)]
 DuplicateScope = Literal["none", "source", "global"]
+LanguageCode = Annotated[str, Field(pattern="^[a-z]{2,3}$")]  # ISO 639
 
 
 class LineDuplicatesSettings(StrictTable):
@@ -66,7 +67,7 @@ class CleanSettings(StrictTable):
 
     exact_duplicates: DuplicateScope = "none"
     line_duplicates: LineDuplicatesSettings | None = None
-    languages: tuple[str, ...] = ()  # codes of the languages to keep
+    languages: tuple[LanguageCode, ...] = ()  # those to keep
     heuristics: HeuristicsSettings | None = None
     near_duplicates: DuplicateScope = "none"
     near_duplicates_threshold: Annotated[float, Field(gt=0, le=1)] = 0.8  # Jaccard similarity

@@ -70,6 +70,7 @@ check.depths=[1, 2, 3, 4] => check.depths | factor of 8 | 1 to 4
 check.seeds=[1] => check.seeds | at least 2 | [1]
 corpus.feild=text => corpus.feild | 'text' | field?
 corpus.dtype=uint8 => corpus | dtype | 'text'
+corpus.clean={{languages=["english"]}} => corpus.clean.languages.0 | 'english'
 corpus.kind=tokens => corpus | vocab_size | None
 corpus.end_of_document=x => corpus.tokenizer | 'x' | 'bytes'
 corpus.tokenizer=bpe => model.vocab_size | 257 | got 256
