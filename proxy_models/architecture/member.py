@@ -24,6 +24,8 @@ class Member(Serializable, ABC):
 
     Attributes:
         d_model: Width of the residual stream.
+        n_layers: Number of blocks.
+        vocab_size: Number of token ids.
         context_length: Tokens in one training sequence.
     """
 

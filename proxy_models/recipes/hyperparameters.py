@@ -47,11 +47,13 @@ class Hyperparameters(Serializable):
         batch_ramp_tokens: Tokens until the last doubling, in equal parts, each rounded to whole batches.
         warmup_fraction: Warmup as a fraction of the run's tokens.
         warmup_floor_tokens: Smallest warmup, even if the fraction gives less.
-        schedule: One of `schedule.ScheduleName`, which describes each.
+        schedule: After a warmup: "wsd": constant, then 1 − √ to zero; "wsd_linear": constant, then linear to zero; "constant": never
+            annealed; "linear": to zero; "cosine": half a cosine; "exponential": the same share lost with every token; "step": times
+            `step_factor` at each of `milestones`; "inverse_sqrt": 1/√tokens, then linear to zero; "cosine_cycles": `cycles` cosines.
         cooldown_fraction: Share of the run that cools down, under "wsd", "wsd_linear" and "inverse_sqrt".
         final_fraction: Factor on the rate at the end of "cosine", "exponential" and of each cycle; 0 anneals to zero.
-        milestones: Fractions of the run at which "step" multiplies the rate by `step_factor` (both default to DeepSeek LLM's,
-            arXiv 2401.02954, section 2.3: 31.6 % after 80 %, 10 % after 90 %).
+        milestones, step_factor: Fractions of the run at which "step" multiplies the rate by `step_factor` (both default to DeepSeek
+            LLM's, arXiv 2401.02954, section 2.3: 31.6 % after 80 %, 10 % after 90 %).
         cycles: Number of equal cycles of "cosine_cycles"; each warms up.
         optimizer: Any optimizer that the parametrization has rules for.
         beta1, beta2, eps: Settings of Adam, AdamW, LAMB and SOAP, also of the AdamW next to Muon; Lion uses the betas, Adafactor none.

@@ -26,7 +26,7 @@ from proxy_models.hashing import content_key
 
 Share = Annotated[float, Field(ge=0, le=1)]
 DuplicateScope = Literal["none", "source", "global"]
-LanguageCode = Annotated[str, Field(pattern="^[a-z]{2,3}$")]  # ISO 639
+LanguageCode = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
 
 
 class LineDuplicatesSettings(StrictTable):
@@ -39,15 +39,15 @@ class LineDuplicatesSettings(StrictTable):
 class HeuristicsSettings(StrictTable):
     """[corpus.clean.heuristics]: documents that break a rule are removed; the defaults are Gopher's."""
 
-    min_words: PositiveInt = 50
-    max_words: PositiveInt = 100_000
+    min_words: PositiveInt = 50  # of a document
+    max_words: PositiveInt = 100_000  # likewise
     min_word_length: Annotated[float, Field(ge=0)] = 3.0  # mean of a document
-    max_word_length: Annotated[float, Field(gt=0)] = 10.0
+    max_word_length: Annotated[float, Field(gt=0)] = 10.0  # likewise
     max_symbols: Annotated[float, Field(ge=0)] = 0.1  # hash signs, or ellipses, per word
     max_bullets: Share = 0.9  # lines that begin with a bullet point
     max_ellipses: Share = 0.3  # lines that end with an ellipsis
     min_alphabetic: Share = 0.8  # words with a letter
-    min_stop_words: Annotated[int, Field(ge=0)] = 2
+    min_stop_words: Annotated[int, Field(ge=0)] = 2  # of the language's list
     stop_words: StopWords = "en"  # "none" for text without stop words, such as code
     repetition: bool = True  # remove documents that repeat themselves
 
@@ -56,20 +56,20 @@ class QualitySettings(StrictTable):
     """[corpus.clean.quality]: documents with a low score are removed; a classifier learns it from texts that the user scored."""
 
     scores: str  # a .jsonl or .csv file, relative to the study file
-    text: str = "text"
-    score: str = "score"
-    min_score: float | None = None  # or keep
-    keep: Annotated[float, Field(gt=0, lt=1)] | None = None  # share of documents
+    text: str = "text"  # key, or column, of the text
+    score: str = "score"  # key, or column, of the score
+    min_score: float | None = None  # lowest score of a document that stays; or set keep
+    keep: Annotated[float, Field(gt=0, lt=1)] | None = None  # share of documents that stay
 
 
 class CleanSettings(StrictTable):
     """[corpus.clean]: steps in the order in which they run; each is off by default. Without a step nothing is cleaned."""
 
-    exact_duplicates: DuplicateScope = "none"
+    exact_duplicates: DuplicateScope = "none"  # of whole documents; "source": within each source, "global": over all
     line_duplicates: LineDuplicatesSettings | None = None
-    languages: tuple[LanguageCode, ...] = ()  # those to keep
+    languages: tuple[LanguageCode, ...] = ()  # codes of those to keep (ISO 639)
     heuristics: HeuristicsSettings | None = None
-    near_duplicates: DuplicateScope = "none"
+    near_duplicates: DuplicateScope = "none"  # likewise, of documents that share most of their word sequences
     near_duplicates_threshold: Annotated[float, Field(gt=0, le=1)] = 0.8  # Jaccard similarity
     quality: QualitySettings | None = None
     leaks: bool = False  # remove held-out text from training documents

@@ -34,7 +34,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class FileSettings(StrictTable):
     """Keys that say how the files of a source are read; in [corpus] and in [corpus.sources.NAME]."""
 
-    kind: Kind = "text"
+    kind: Kind = "text"  # of files; "cleaned" is a folder that `muscale corpus` wrote
     field: str = "text"  # key of JSON, or column of a table, that holds the text
     prompt_field: str | None = None  # text before that of `field`, which alone then counts in the loss
     messages_field: str | None = None  # a chat instead of `field`; the assistant's messages count in the loss
@@ -48,7 +48,7 @@ class FileSettings(StrictTable):
 class SourceSettings(FileSettings):
     """[corpus.sources.NAME]: one of several sources."""
 
-    path: str
+    path: str  # of a file or folder, relative to the study file
     weight: Weight | None = None  # share of tokens, on any common scale; set here or in every stage
 
 
@@ -59,23 +59,24 @@ class StageSettings(StrictTable):
     run has the whole curriculum, and is trained from its start.
     """
 
-    weights: dict[str, Weight] = Field(min_length=1)
-    until_tokens: PositiveInt | None = None
+    weights: dict[str, Weight] = Field(min_length=1)  # of the sources, by name
+    until_tokens: PositiveInt | None = None  # tokens of a run at which the stage ends
     until_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # of each run; in all stages or in none
 
 
 class CorpusSettings(FileSettings):
     """[corpus]: the training data, and how much of it is held out."""
 
-    source: str = EMBEDDED  # or a file, or a folder, relative to the study file
+    source: str = EMBEDDED  # the standard library's source; or a file or folder, relative to the study file
     sources: dict[str, SourceSettings] = Field(default_factory=dict)  # instead of source and the keys of its files
     stages: tuple[StageSettings, ...] = ()
-    # or "bpe" or "unigram", trained to model.vocab_size ids; or a tokenizer.json or SentencePiece .model, relative to the study file
+    # "bytes"; or "bpe" or "unigram", trained to model.vocab_size ids; or a tokenizer.json or SentencePiece .model, relative to the
+    # study file
     tokenizer: str = "bytes"
     end_of_document: str | None = None  # token of such a file that closes documents
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the text, held out
     evaluation_tokens: PositiveInt = 32_768  # held out, the same for every run of the study
-    # of held-out words, in documents that the training text also holds (assumed)
+    # share of held-out words in documents that the training text also holds, beyond which the gate closes (assumed)
     most_leaked: Annotated[float, Field(ge=0, le=1)] = 0.02
     clean: CleanSettings | None = None  # what is removed from the text before it is tokenized
 

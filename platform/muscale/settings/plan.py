@@ -32,8 +32,8 @@ OF_MODEL = dict.fromkeys(REGULARIZERS, float) | DECLARED
 class Shape(StrictTable):
     """The width and depth of a member of the study's family."""
 
-    width: PositiveInt
-    depth: PositiveInt | None = None  # none: the base's
+    width: PositiveInt  # d_model
+    depth: PositiveInt | None = None  # n_layers; none: the base's
 
     def of(self, family: ModelFamily[M]) -> M:
         """The member of the family with this shape; raises ValueError if the family has no such member."""
@@ -46,20 +46,20 @@ class Shape(StrictTable):
 class Stem(Shape):
     """An entry of [[ladder.stems]]: a run of `n_tokens` at a shape; with branches, also annealed at n_tokens / √2, / 2, …."""
 
-    n_tokens: PositiveInt
-    branches: Annotated[int, Field(gt=0, le=100)] = 2
+    n_tokens: PositiveInt  # of the longest branch
+    branches: Annotated[int, Field(gt=0, le=100)] = 2  # annealed lengths
 
 
 class PlanSettings(StrictTable):
     """[plan]: the full run. Exactly one of `compute_flops`, `gpu_hours`, `dollars` and `days` is its budget."""
 
     compute_flops: PositiveFloat | None = None  # for training and serving together
-    gpu_hours: PositiveFloat | None = None
-    dollars: PositiveFloat | None = None
+    gpu_hours: PositiveFloat | None = None  # of plan.accelerator
+    dollars: PositiveFloat | None = None  # at dollars_per_hour
     days: PositiveFloat | None = None  # on n_devices
     # a name of scaling.ACCELERATORS; with compute_flops it only converts to hours and dollars
     accelerator: str | None = None
-    n_devices: PositiveInt | None = None
+    n_devices: PositiveInt | None = None  # for durations
     mfu: Annotated[float, Field(gt=0, le=1)] | None = None  # share of the peak; replaces the accelerator's value
     peak_flops: PositiveFloat | None = None  # dense FLOP/s of one device; likewise
     dollars_per_hour: PositiveFloat | None = None  # for one device; likewise

@@ -51,7 +51,7 @@ class SpikePolicy:
 class PromoteSettings(StrictTable):
     """[promote]: how the full run is trained."""
 
-    workers: PositiveInt = 2
+    workers: PositiveInt = 2  # ranks; on a cluster with GPUs one GPU each
     # smallest number of workers, used in whole groups while the cluster has no room for all; none: all or nothing
     workers_min: PositiveInt | None = None
     precision: Precision | None = None  # none: numerics.precision of the study
@@ -59,16 +59,20 @@ class PromoteSettings(StrictTable):
     checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first; none with tokens given: not by time
     keep_last: PositiveInt = 2  # checkpoints
     keep_every_tokens: PositiveInt | None = None  # also keep one checkpoint for each so many tokens, forever
-    evaluate_every_tokens: PositiveInt | None = None
+    evaluate_every_tokens: PositiveInt | None = None  # none: derived from the run
     # "sync" pauses training; "async" evaluates each newest checkpoint in a Ray task, by [scores] too
     evaluation: Literal["sync", "async"] = "sync"
     evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "async" before the workers get theirs
-    evaluator_gpus: Annotated[float, Field(ge=0)] = 0.0
-    seed: int = 0
+    evaluator_gpus: Annotated[float, Field(ge=0)] = 0.0  # likewise
+    seed: int = 0  # of weights and data order
     max_failures: Annotated[int, Field(ge=0)] = 2  # lost workers and the like; not faults that would recur
-    on_spike: Literal["stop", "skip", "rollback"] = "stop"  # "stop": ends at a loss that is not finite; see SpikePolicy
+    # "stop" ends the run at a loss that is not finite; "skip" leaves out a batch with a spike; "rollback" also returns to the last
+    # checkpoint
+    on_spike: Literal["stop", "skip", "rollback"] = "stop"
     spike_threshold: PositiveFloat = 10.0  # robust standard deviations above the median of the last 128 steps
-    max_interventions: Annotated[int, Field(ge=0)] = 3
+    max_interventions: Annotated[int, Field(ge=0)] = (
+        3  # skips and rollbacks of a run; a further spike ends it as diverged
+    )
     spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after a rollback
     rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # length of the rate's warmup after a rollback
     # Sharded parts over the workers; "hybrid" shards inside a node and replicates over nodes. Here and in the other keys of
@@ -92,7 +96,7 @@ class PromoteSettings(StrictTable):
     profile: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None
     bundle: bool = True  # at the end, write the run as one directory, if this machine's memory allows
     alarm_after: PositiveInt = 3  # consecutive evaluations outside the band
-    on_alarm: Literal["log", "stop"] = "log"
+    on_alarm: Literal["log", "stop"] = "log"  # "stop": save and end the run at an alarm
     webhook: str | None = None  # name of the environment variable with the URL, which is a secret
 
     @pydantic.model_validator(mode="after")

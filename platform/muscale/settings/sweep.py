@@ -35,9 +35,11 @@ class SweepSettings(StrictTable):
     trials: PositiveInt  # all suggestions; under a population the members of the population
     n_tokens: PositiveInt  # tokens of a trial that is not stopped, including its cooldown
     searcher: SearcherName | TuneName = "auto"  # across_scales if the ledger knows other sizes or lengths, else tpe
-    scheduler: SchedulerName | TuneName = "asha"
+    scheduler: SchedulerName | TuneName = "asha"  # which trials go on at a rung, or are copied (populations)
     tune: Mapping[str, Any] = Field(default_factory=dict)  # arguments of Ray Tune's methods
-    rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = 4
+    rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = (
+        4  # lengths at which trials are compared; generations of a population
+    )
     # ratio of tokens between rungs, and of trials to survivors
     reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO, le=MOST_REDUCTION)] = 2.0
     rank_by: RankBy = "averaged"  # weights averaged before a rung, at no extra tokens; above 6 generations "stable"
@@ -45,14 +47,16 @@ class SweepSettings(StrictTable):
     top_k: PositiveInt = 3  # trials of each rung that get an annealed branch besides the survivors
     n_finalists: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
     n_seeds: NonNegativeInt = 3  # seeds of each finalist, all different from the search's
-    share: Annotated[float, Field(gt=0, le=0.5)] = 0.25  # populations: members that copy one of as many best members
+    share: Annotated[float, Field(gt=0, le=0.5)] = (
+        0.25  # of a population's members that copy one of as many best members
+    )
     resample: Annotated[float, Field(ge=0, le=1)] = 0.25  # pbt: probability of a fresh draw instead of a step
     cost_weight: NonNegativeFloat = 0.0  # the winner has the smallest log loss + cost_weight · log seconds of training
     max_tokens: PositiveInt | None = None  # the sweep stops before it would exceed any of these
-    max_flops: PositiveFloat | None = None
-    max_device_hours: PositiveFloat | None = None
+    max_flops: PositiveFloat | None = None  # likewise
+    max_device_hours: PositiveFloat | None = None  # likewise
     learn_from: tuple[str, ...] = ()  # other studies of the same corpus and family, or imported results
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt = 0  # of suggestions, weights and data order
     grid_points: PositiveInt = 3  # values of each hyperparameter, for searcher = "grid"
     space: Space = Field(default_factory=mup_adamw)  # without init_scale if the study has initial_weights
 

@@ -37,9 +37,9 @@ from search_spaces import Choice, Fixed, Ordinal
 class CheckSettings(StrictTable):
     """[check]: the coordinate check."""
 
-    widths: tuple[PositiveInt, ...] = (32, 64, 128, 256)
+    widths: tuple[PositiveInt, ...] = (32, 64, 128, 256)  # to compare
     depths: tuple[PositiveInt, ...] = ()  # such as [1, 2, 4, 8]; none: only widths are checked
-    seeds: tuple[int, ...] = (0, 1)
+    seeds: tuple[int, ...] = (0, 1)  # of weights and data order
 
 
 class LadderSettings(StrictTable):
@@ -56,8 +56,8 @@ class FitSettings(StrictTable):
 
     # predicted relative difference from the policy's loss; rows beyond it are left out; inf: no row is
     max_regret: PositiveOrInfinite = 0.0025
-    n_bootstrap: PositiveInt = 1000
-    seed: int = 0
+    n_bootstrap: PositiveInt = 1000  # refits to resampled stems, for intervals
+    seed: int = 0  # of the bootstrap
 
 
 class ResourceSettings(StrictTable):
@@ -117,6 +117,7 @@ class NumericsSettings(StrictTable):
 class StorageSettings(StrictTable):
     """[storage]: location of the ledger. PostgreSQL's URL is a secret and comes only from MUSCALE_LEDGER_URL."""
 
+    # "sqlite" for one machine, "actor" for a permanent head, "postgresql" for temporary heads and several clusters
     ledger: Literal["sqlite", "actor", "postgresql"] = "sqlite"
     path: str | None = None  # for "actor": an SQLite file on a local disk of the machine that begins the study
 
@@ -145,10 +146,11 @@ class TrackingSettings(StrictTable):
 class StudyTables(StrictTable):
     """All tables of a study file."""
 
-    name: str = Field(min_length=1)
-    parametrization: Scheme = "mup"
+    name: str = Field(min_length=1)  # in reports and trackers
+    parametrization: Scheme = "mup"  # "standard": values found at the base do not transfer; to compare
     depth_exponent: Annotated[float, Field(ge=0.5, le=1)] = 1.0  # CompleteP's alpha: branches shrink as depth^-alpha
-    # or "sublayer_gain", AdamW's only: hidden decay grows as the root of width
+    # "timescale": the weights average over the same share of a run at every width; "sublayer_gain", AdamW's only: the decay of hidden
+    # matrices grows as the root of width
     decay_scaling: DecayScaling = "timescale"
     # a folder, relative to the study file, whose weights every training starts from: a bundle, or safetensors with config.json in
     # the layout of Llama, its relatives, or GPT-2; all runs then have the shape of [model]

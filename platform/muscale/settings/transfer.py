@@ -24,24 +24,24 @@ MIN_BATCHES = 4  # of the batch law: enough for a parabola in the batch and an e
 
 
 class OverSettings(StrictTable):
-    """An entry of [transfer.over]: a list of values (`at`), or their number and span around the sweep's best."""
+    """[transfer.over.NAME]: grid of another hyperparameter: values (`at`), or their number and span around the sweep's best."""
 
-    at: tuple[PositiveFloat, ...] = ()
-    points: Annotated[int, Field(ge=MIN_VALUES)] = 5
+    at: tuple[PositiveFloat, ...] = ()  # values; or set points and octaves
+    points: Annotated[int, Field(ge=MIN_VALUES)] = 5  # number of values
     octaves: PositiveFloat = 4.0  # from the lowest value to the highest
 
 
 class WideHorizon(StrictTable):
     """[transfer.wide_horizon]: one more rate grid, at a wider model with about as many tokens per parameter as the full run."""
 
-    width: PositiveInt
-    tokens_per_param: PositiveFloat = 20.0
+    width: PositiveInt  # one of transfer.widths above the smallest
+    tokens_per_param: PositiveFloat = 20.0  # of the grid's runs
 
 
 class TransferSettings(StrictTable):
     """[transfer]: the learning-rate grid at several sizes and horizons, and grids of the hyperparameters in `over`."""
 
-    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]  # each gets a rate grid at every horizon up to 1
     depths: tuple[PositiveInt, ...] = ()  # at the base width, such as [2, 4, 8]; none: only widths are checked
     # of a mixture, at the base's width and depth, by model.n_experts; of them a token passes the base's share
     experts: tuple[PositiveInt, ...] = ()
@@ -49,13 +49,13 @@ class TransferSettings(StrictTable):
     granularities: tuple[PositiveFloat, ...] = ()
     # likewise, by n_experts / experts_per_token, which stays; a law of experts counts total over active parameters instead
     sparsities: tuple[PositiveFloat, ...] = ()
-    n_tokens: PositiveInt
-    rates: Annotated[int, Field(ge=5)] = 7
+    n_tokens: PositiveInt  # of a run at horizon 1
+    rates: Annotated[int, Field(ge=5)] = 7  # of a grid
     octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
     # in units of n_tokens; those above 1 serve the horizon law, at the smallest width alone
     horizons: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] = (0.25, 0.5, 1.0)
     wide_horizon: WideHorizon | None = None  # gives the horizon law a second width; both widths share its exponent
-    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)  # every grid is trained with each
     # each varied alone, at each width and the longest horizon
     over: dict[str, OverSettings] = Field(default_factory=dict)
     batches: tuple[PositiveInt, ...] = ()  # in tokens; each gets a rate grid at every horizon on the smallest width
