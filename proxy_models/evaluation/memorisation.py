@@ -16,13 +16,11 @@ import numpy as np
 
 from proxy_models.data.batches import training_stream
 from proxy_models.evaluation.measure import Measured, Score, Subject
-from proxy_models.evaluation.repeated_windows import ReadTokens, Windows, repeated_windows
+from proxy_models.evaluation.repeated_windows import MEMORISATION, ReadTokens, Windows, repeated_windows, times_read
 from proxy_models.evaluation.scored_model import LogLikelihood, log_likelihoods
 from proxy_models.evaluation.smooth_scores import share_error
 from proxy_models.hashing import content_key
 
-HELD_OUT = "held out"
-"""Name of the control: held-out text that does not occur in the training tokens."""
 _NONE = np.zeros(0, dtype=np.int64)
 
 
@@ -48,7 +46,7 @@ class Memorisation:
     n_sequences: int = 256
     seed: int = 0
 
-    name: ClassVar[str] = "memorisation"
+    name: ClassVar[str] = MEMORISATION
 
     def __post_init__(self) -> None:
         for name in ("prefix_tokens", "continuation_tokens", "n_sequences"):
@@ -104,7 +102,7 @@ class Memorisation:
         )
 
     def _scores(self, windows: Windows, results: Sequence[LogLikelihood]) -> list[Score]:
-        n, name = len(results), _name(windows.least)
+        n, name = len(results), times_read(windows.least)
         if not n:
             return []
         losses = np.array([-result.nats / result.n_tokens for result in results])
@@ -119,9 +117,3 @@ class Memorisation:
             Score(measure=self.name, name=name, metric=metric, value=value, standard_error=standard_error, n=n)
             for metric, value, standard_error in found
         ]
-
-
-def _name(least: int) -> str:
-    if least < 2:
-        return "1 time" if least else HELD_OUT
-    return f"{least}–{2 * least - 1} times"

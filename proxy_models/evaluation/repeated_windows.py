@@ -20,6 +20,10 @@ from numpy.typing import NDArray
 
 from proxy_models.data.tokenizer import Tokens
 
+MEMORISATION = "memorisation"
+"""Name of the measure of these windows."""
+HELD_OUT = "held out"
+"""Name of the control: held-out text that does not occur in the training tokens."""
 MOST_WINDOWS = 1 << 23
 """Windows that are kept: 300 MB of hashes, positions and counts."""
 _BLOCK = 1 << 16  # windows hashed at once, so that the arrays stay in a processor's cache
@@ -185,3 +189,10 @@ def _common_text(
         if any((tokens[own + offset] != token).any() for offset, token in enumerate(text)):
             return None
     return np.asarray(text, dtype=np.int64)
+
+
+def times_read(least: int) -> str:
+    """Return the name of windows that were read `least` to 2·least − 1 times."""
+    if least < 2:
+        return "1 time" if least else HELD_OUT
+    return f"{least}–{2 * least - 1} times"

@@ -215,7 +215,7 @@ class ScoreLaw(FittedResult):
     def _reasons(self, compute: float, family: str | None) -> list[str]:
         reasons = list(self.warnings)
         if compute > self.largest + FAR:
-            reasons.append(f"compute is {math.exp(compute - self.largest):.3g} times the largest row's")
+            reasons.append(f"N·D is {math.exp(compute - self.largest):.3g} times the largest row's")
         if family is None and 1 < len(self.families) < MIN_FAMILIES:
             reasons.append(f"a new family, and only {len(self.families)} families tell how much families differ")
         return reasons

@@ -69,6 +69,7 @@ stems = {stems}
 
 [plan]
 compute_flops = 1e12
+shapes = [{{ width = 48 }}]
 
 [promote]
 workers = 1

@@ -11,8 +11,9 @@ from muscale.full_runs.checkpoints.evaluated_checkpoints import EvaluatedCheckpo
 from muscale.pages.score_figures import draw_over_size, draw_ranked
 from muscale.pages.sections import Section, as_table, count, drawn
 from muscale.plans.score_forecasts import ScoreForecasts
+from proxy_models.evaluation.repeated_windows import MEMORISATION
 
-_MEMORISATION, _ROUNDED, _ABLATION = "memorisation", "quantised_loss", "ablation"
+_ROUNDED, _ABLATION = "quantised_loss", "ablation"
 """Names of the measures, whose modules import torch."""
 _of_scores = partial(Section, command="evaluate", group="Scores")
 _INSIDE = {True: "inside", False: "outside", None: None}
@@ -31,7 +32,7 @@ def score_sections(
     ends = scores_of([one for one in checkpoints if one.anneals])
     sections = [
         _forecasts(forecasts, checkpoints, gallery),
-        _memorisation(ends[ends["measure"] == _MEMORISATION]),
+        _memorisation(ends[ends["measure"] == MEMORISATION]),
         _rounded(ends[ends["measure"] == _ROUNDED]),
         _ablation(ends[ends["measure"] == _ABLATION]),
     ]

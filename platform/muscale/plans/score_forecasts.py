@@ -14,10 +14,12 @@ from muscale.serialization import Recorded
 from muscale.settings.scores import ScoresSettings
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
+from proxy_models.evaluation.repeated_windows import HELD_OUT, MEMORISATION, times_read
 from proxy_models.evaluation.smooth_scores import CHANCE, CONTAMINATED, TASKS
-from scaling import ScalingError, TaskLaw, fit_task
+from scaling import ScalingError, ScoreLaw, TaskLaw, fit_score, fit_task
 from scaling.errors import TooFewRunsError
 
+MEMORISED = "memorised"
 BITS = "bits_per_byte"
 FALLING = (BITS,)
 """Metrics that fall without bound as models get better."""
@@ -28,7 +30,7 @@ class PlannedScore(Recorded):
     """Forecast of one score of a full run, and the score once it is measured.
 
     Attributes:
-        task, metric: What is forecast.
+        task, metric: What is forecast; the windows that count for memorisation have the name "memorisation, 4–7 times" or so.
         value, low, high: Median and interval; None if there is no forecast.
         method: Law of the forecast, as in `TaskLaw.method`; "" without a law.
         errors: Error of each law on the ladder's largest runs.
@@ -86,7 +88,9 @@ class ScoreForecasts(Recorded):
 
     def with_measured(self, measured: pd.DataFrame) -> ScoreForecasts:
         """Add the scores of the finished run, rows of `score_table`."""
-        found = measured.drop_duplicates(["name", "metric"], keep="last").set_index(["name", "metric"])
+        is_task = measured["measure"] == TASKS
+        named = measured.assign(name=measured["name"].where(is_task, measured["measure"] + ", " + measured["name"]))
+        found = named.drop_duplicates(["name", "metric"], keep="last").set_index(["name", "metric"])
         return replace(self, scores=tuple(_measured(score, found) for score in self.scores))
 
     @property
@@ -100,7 +104,7 @@ class ScoreForecasts(Recorded):
 
 
 def forecast_scores(plan: Plan, ladder: pd.DataFrame, settings: ScoresSettings) -> ScoreForecasts:
-    """Forecast every task's scores for the plan's run.
+    """Forecast every task's scores and the memorised shares of the plan's run.
 
     Args:
         ladder: As `ladder_scores` returns it.
@@ -109,8 +113,9 @@ def forecast_scores(plan: Plan, ladder: pd.DataFrame, settings: ScoresSettings) 
     return ScoreForecasts(
         plan=plan.key,
         level=level,
-        scores=tuple(
-            _forecast(task, metric, law, plan, level) for task, metric, law in task_laws(ladder, plan, settings)
+        scores=(
+            *(_forecast(task, metric, law, plan, level) for task, metric, law in task_laws(ladder, plan, settings)),
+            *_memorised(ladder, plan, level),
         ),
     )
 
@@ -170,6 +175,44 @@ def _forecast(task: str, metric: str, law: TaskLaw | str, plan: Plan, level: flo
     except ScalingError as error:
         return PlannedScore(**known, reasons=(str(error),))
     return PlannedScore(**known, value=found.value, low=found.low, high=found.high, reasons=found.reasons)
+
+
+def memorisation_law(ladder: pd.DataFrame) -> ScoreLaw:
+    """Fit the memorised share over size and the times that a window was read; its floor is the share of held-out windows.
+
+    Raises:
+        ScalingError: If there are too few shares.
+    """
+    rows = ladder[ladder["measure"] == MEMORISATION]
+    of_windows = ["weights", "name", "n_params"]
+    wide = rows.pivot_table(index=of_windows, columns="metric", values="value", sort=False)
+    errors = rows[rows["metric"] == MEMORISED].set_index(of_windows)["standard_error"]
+    is_held_out = wide.index.get_level_values("name") == HELD_OUT
+    floor = wide.loc[is_held_out, MEMORISED].mean() if is_held_out.any() else 0.0
+    table = wide.assign(standard_error=errors)[~is_held_out].reset_index()
+    return fit_score(table, metric=MEMORISED, chance=float(floor), columns={"n_tokens": "repetitions"})
+
+
+def _memorised(ladder: pd.DataFrame, plan: Plan, level: float) -> Iterator[PlannedScore]:
+    """Yield the forecasts of the shares, up to the times read if the most read text of the ladder is read on at the same rate."""
+    read = ladder[(ladder["measure"] == MEMORISATION) & (ladder["metric"] == "repetitions")]
+    if read.empty:
+        return
+    most = (read["value"] * max(1.0, plan.n_tokens / read["n_tokens"].max())).max()
+    law: ScoreLaw | None
+    try:
+        law, why = memorisation_law(ladder), ""
+    except ScalingError as error:
+        law, why = None, str(error)
+    for least in (2**power for power in range(math.floor(math.log2(most)) + 1)):
+        known = PlannedScore(task=f"{MEMORISATION}, {times_read(least)}", metric=MEMORISED, errors={}, reasons=(why,))
+        if law is None:
+            yield known
+            continue
+        found = law.forecast(plan.n_params, math.sqrt(least * (2 * least - 1)), level=level)
+        yield replace(
+            known, value=found.value, low=found.low, high=found.high, method=found.method, reasons=found.reasons
+        )
 
 
 def _measured(score: PlannedScore, found: pd.DataFrame) -> PlannedScore:

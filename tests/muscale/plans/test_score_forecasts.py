@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from muscale.plans.score_forecasts import (
     ScoreForecasts,
     forecast_scores,
     in_time,
+    memorisation_law,
     register_scores,
     registered_scores,
     task_laws,
@@ -25,6 +27,8 @@ from muscale.plans.score_forecasts import (
 from muscale.settings.scores import ScoresSettings
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
+from proxy_models.evaluation.repeated_windows import times_read
+from proxy_models.evaluation.smooth_scores import share_error
 from scaling import HorizonLaw, ScalingFit, TaskLaw
 
 SETTINGS = ScoresSettings(tasks=("sums",), least_signal_to_noise=0.0)
@@ -122,9 +126,84 @@ def test_a_measured_score_is_inside_or_outside_its_interval() -> None:
     measured = pd.DataFrame(
         [("t", "accuracy", 0.7, 0.02), ("t", "probability", 0.4, None), ("u", "accuracy", 0.1, None)],
         columns=["name", "metric", "value", "standard_error"],
-    )
+    ).assign(measure="tasks")
     accuracy, probability = found.with_measured(measured).scores
     assert (accuracy.measured, accuracy.standard_error, accuracy.inside) == (0.7, 0.02, False)
     assert (probability.measured, probability.standard_error, probability.inside) == (0.4, None, None)
     assert score.inside is None
     assert len(found.table) == 2
+
+
+def memorised(size: float, times: float) -> float:
+    """Planted share of windows that a model continues verbatim, in the manner of Carlini et al. (arXiv 2202.07646).
+
+    Args:
+        size: Parameters as a share of the plan's.
+    """
+    return float(1 / (1 + np.exp(-(0.9 * np.log(5 * size) + 1.5 * np.log(times / 16)))))
+
+
+def memorisation(plan: Plan) -> pd.DataFrame:
+    """Shares of runs of four sizes and two lengths; the longer, of a quarter of the plan's tokens, read windows up to 63 times."""
+    rng, rows, n_sequences = np.random.default_rng(0), [], 256
+    for size in (1 / 16, 1 / 8, 1 / 4, 1 / 2):
+        for length, most in ((1 / 8, 16), (1 / 4, 32)):
+            about = {"run": f"{size}-{length}", "n_params": plan.n_params * size, "tokens": plan.n_tokens * length}
+            about |= {
+                "weights": about["run"],
+                "n_tokens": about["tokens"],
+                "anneals": True,
+                "seed": 0,
+                "n": n_sequences,
+            }
+            for least in (0, *(2**power for power in range(6) if 2**power <= most)):
+                times = math.sqrt(least * (2 * least - 1))
+                share = rng.binomial(n_sequences, memorised(size, times) if least else 0) / n_sequences
+                known = {"memorised": share, "loss": 1.0} | ({"repetitions": times} if least else {})
+                rows += [
+                    about
+                    | {"measure": "memorisation", "name": times_read(least), "metric": metric, "value": value}
+                    | {"standard_error": share_error(share, n_sequences) if metric == "memorised" else None}
+                    for metric, value in known.items()
+                ]
+    return pd.DataFrame(rows)
+
+
+def test_memorised_shares_are_forecast_by_the_times_that_the_run_will_have_read_them(plan: Plan) -> None:
+    """A longer run reads the same text more often, so it has windows that no run of the ladder has."""
+    scores = forecast_scores(plan, memorisation(plan), SETTINGS).scores
+    assert [score.task for score in scores] == [
+        f"memorisation, {times_read(2**power)}"
+        for power in range(8)  # the ladder's most read windows four times: 128 to 255
+    ]
+    for power, score in enumerate(scores):
+        assert score.low is not None
+        assert score.high is not None
+        truth = memorised(1, math.sqrt(2**power * (2 ** (power + 1) - 1)))
+        assert score.low - 0.01 <= truth <= score.high + 0.01
+        assert score.high - score.low < 0.5
+    middle = [score.value for score in scores]
+    assert middle == sorted(middle, key=float)
+
+
+def test_memorised_shares_are_compared_with_those_measured(plan: Plan) -> None:
+    scores = forecast_scores(plan, memorisation(plan), SETTINGS)
+    rows = [("tasks", "4–7 times", "memorised", 0.9), ("memorisation", "4–7 times", "memorised", 0.1)]
+    measured = pd.DataFrame(rows, columns=["measure", "name", "metric", "value"]).assign(standard_error=0.01)
+    found = {score.task: score.measured for score in scores.with_measured(measured).scores}
+    assert found["memorisation, 4–7 times"] == 0.1
+    assert found["memorisation, 8–15 times"] is None
+
+
+def test_the_share_of_held_out_windows_is_the_floor(plan: Plan) -> None:
+    rows = memorisation(plan)
+    control = (rows["name"] == "held out") & (rows["metric"] == "memorised")
+    rows.loc[control, "value"] = 0.06
+    assert memorisation_law(rows).draws[:, 0] == pytest.approx(0.06)
+
+
+def test_memorised_shares_of_one_run_are_no_law(plan: Plan) -> None:
+    rows = memorisation(plan)
+    scores = forecast_scores(plan, rows[rows["weights"] == rows["weights"].iloc[0]], SETTINGS).scores
+    assert scores
+    assert all(score.value is None and score.reasons for score in scores)

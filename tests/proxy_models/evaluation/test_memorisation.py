@@ -17,8 +17,8 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.evaluation import memorisation as module
 from proxy_models.evaluation.measure import Score, Subject
-from proxy_models.evaluation.memorisation import HELD_OUT, Memorisation
-from proxy_models.evaluation.repeated_windows import Windows, repeated_windows
+from proxy_models.evaluation.memorisation import Memorisation
+from proxy_models.evaluation.repeated_windows import HELD_OUT, Windows, repeated_windows, times_read
 from proxy_models.evaluation.smooth_scores import share_error
 from tests.proxy_models.evaluation.conftest import assert_unchanged, numerics_of, snapshot, trained
 
@@ -87,7 +87,7 @@ def test_the_share_is_that_of_greedy_continuations(memorised: Subject, monkeypat
     found = by_name(measure.measure(memorised).scores)
     for windows in chosen(memorised, measure, monkeypatch):
         verbatim = [np.array_equal(generate(memorised.model, text[:12], 12), text[12:]) for text in windows.tokens]
-        assert found[module._name(windows.least)]["memorised"].value == pytest.approx(np.mean(verbatim))
+        assert found[times_read(windows.least)]["memorised"].value == pytest.approx(np.mean(verbatim))
 
 
 def test_times_count_whole_windows_in_the_sequences_of_each_source(
