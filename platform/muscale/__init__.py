@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from muscale.monitoring.calibration import Calibration
     from muscale.monitoring.run_status import RunStatus
     from muscale.plans.gate import Gate
-    from muscale.plans.planning import Plan
+    from muscale.plans.plan import Plan
     from muscale.search.sweep_result import SweepResult
     from muscale.settings.config import StudyConfig
     from muscale.study import Study
@@ -69,7 +69,7 @@ _HOMES = {
     "Amended": "full_runs.amend.train",
     "Gate": "plans.gate",
     "MuscaleError": "errors",
-    "Plan": "plans.planning",
+    "Plan": "plans.plan",
     "Promotion": "full_runs.promote.promotion",
     "DryRun": "full_runs.promote.dry_run",
     "RunStatus": "monitoring.run_status",

@@ -14,7 +14,8 @@ from muscale.errors import StageError
 from muscale.layout import CORPUS
 from muscale.plans.ladder_schedules import LadderSchedules
 from muscale.plans.next_stems import NextStems, choose
-from muscale.plans.planning import Plan, Planner, as_registered
+from muscale.plans.plan import Plan, as_registered
+from muscale.plans.planning import Planner
 from muscale.proxies import ladder, transfer
 from muscale.proxies.ladder_stages import stage_law
 from muscale.search.sweep import Sweep

@@ -30,12 +30,13 @@ from muscale.monitoring.losses import LossSource
 from muscale.monitoring.monitor import monitor_of
 from muscale.monitoring.run_status import RunStatus
 from muscale.pages.overview import overview
-from muscale.plans import next_stems, plan_file, planning
+from muscale.plans import next_stems, plan_file
 from muscale.plans.band import Band, register_band, registered_band
 from muscale.plans.gate import check_line, require_check
 from muscale.plans.layouts import with_layout
 from muscale.plans.next_stems import NextStems
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan, replaced_by
+from muscale.plans.plan import register as register_plan
 from muscale.plans.score_forecasts import ScoreForecasts, forecast_scores, in_time, register_scores, registered_scores
 from muscale.plans.use_case_card import UseCaseCard, card_of
 from muscale.programs.program_family import files_of
@@ -416,7 +417,7 @@ class Study(Result):
         Raises:
             StageError: If the plan's file was edited by hand.
         """
-        registered = planning.register(plan, self.ledger)
+        registered = register_plan(plan, self.ledger)
         if settings := self.config.scores:
             register_scores(forecast_scores(plan, self._ladder_scores(settings), settings), self.ledger)
         plan_file.write(
@@ -546,7 +547,7 @@ class Study(Result):
                 f"plan {planned.key}: this run was trained as plan {same.plan} and is scored against that plan's forecast"
             )
             return same
-        if plan is None and (earlier := planning.replaced_by(planned, self.ledger)):
+        if plan is None and (earlier := replaced_by(planned, self.ledger)):
             self._display.line(
                 f"plan {planned.key} ({planned.model}, forecast {planned.forecast.loss:.4f}) replaces plan {earlier.key} "
                 f"({earlier.model}, forecast {earlier.forecast.loss:.4f}): results or settings have changed since; "

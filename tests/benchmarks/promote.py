@@ -31,7 +31,7 @@ from muscale import Study, StudyConfig
 from muscale.actors.cluster import staying_cluster
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.proxies.ladder import design as ladder_design
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.numerics import Numerics

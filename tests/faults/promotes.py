@@ -6,7 +6,7 @@ from pathlib import Path
 
 from muscale import Study
 from muscale.findings import Findings
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.store.ledger import Ledger
 from scaling import Verdict
 from tests.muscale.search.conftest import MicroPlanted, planted_result

@@ -17,7 +17,8 @@ from muscale.full_runs.promote.promotion import begin
 from muscale.full_runs.records import goodput
 from muscale.layout import LEDGER, METRICS
 from muscale.plans.gate import Gate
-from muscale.plans.planning import Planner, register
+from muscale.plans.plan import register
+from muscale.plans.planning import Planner
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.retention import prune

@@ -36,7 +36,7 @@ from muscale.monitoring.calibration import calibrate
 from muscale.monitoring.external_run import ExternalRun
 from muscale.monitoring.losses import LossSource
 from muscale.plans import plan_file
-from muscale.plans.planning import register
+from muscale.plans.plan import register
 from muscale.search.prior_runs import runs_of
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind

@@ -11,7 +11,8 @@ import pandas as pd
 from muscale import Promotion, StudyConfig
 from muscale.layout import CURVES, FULL_RUNS, LEDGER
 from muscale.plans.band import Band, register_band
-from muscale.plans.planning import Plan, Planner, register
+from muscale.plans.plan import Plan, register
+from muscale.plans.planning import Planner
 from muscale.proxies.ladder_curves import Floats, RunCurve
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind, segments

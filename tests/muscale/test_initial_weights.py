@@ -24,7 +24,8 @@ from muscale.full_runs.promote.replay import replay
 from muscale.full_runs.train.attempt import train
 from muscale.layout import FULL_RUNS, INITIAL_WEIGHTS
 from muscale.plans.costs import estimate
-from muscale.plans.planning import Planner, register
+from muscale.plans.plan import register
+from muscale.plans.planning import Planner
 from muscale.proxies import ladder, transfer
 from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ParentSettings

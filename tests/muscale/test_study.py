@@ -24,8 +24,8 @@ from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.promote.prepared import read
 from muscale.layout import BUNDLES, FULL_RUNS, METRICS, REPORT
 from muscale.monitoring.calibration import calibrate
+from muscale.plans.plan import Plan
 from muscale.plans.plan_file import path_of
-from muscale.plans.planning import Plan
 from muscale.search.sweep import Sweep
 from muscale.store.evaluations import score_table
 from muscale.store.ledger_tables import ResultKind

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from muscale.plans.planning import format_value
+from muscale.plans.plan import format_value
 from proxy_models.data.kept_tokenizer import kept_name
 from proxy_models.data.token_files import STATED
 
 if TYPE_CHECKING:
     from muscale.full_runs.amend.train import Amended
     from muscale.full_runs.promote.promotion import Promotion
-    from muscale.plans.planning import Plan
+    from muscale.plans.plan import Plan
     from proxy_models.data.corpus import Corpus
     from proxy_models.training.numerics import Numerics
 

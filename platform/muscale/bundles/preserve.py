@@ -16,7 +16,7 @@ from muscale.full_runs.amend.parent import find_amendment, plain
 from muscale.full_runs.amend.train import Amended
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.layout import BUNDLES, FULL_RUNS
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import Chain

@@ -13,7 +13,7 @@ from muscale.cli.running import is_begun, result_alone, run_stage, show, upper_c
 from muscale.errors import StageError, StudyFileError
 
 if TYPE_CHECKING:
-    from muscale.plans.planning import Plan
+    from muscale.plans.plan import Plan
     from muscale.study import Study
 
 

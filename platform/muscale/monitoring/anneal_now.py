@@ -16,7 +16,7 @@ from muscale.full_runs.amend.so_far import SoFar
 from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import FULL_RUNS
 from muscale.plans.ladder_schedules import LadderSchedules
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.store.ledger import Ledger
 from scaling import ScalingError
 from scaling.presentation import Result

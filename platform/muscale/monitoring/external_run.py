@@ -18,7 +18,7 @@ from muscale.full_runs.promote.promotion import Promotion
 from muscale.layout import EXTERNAL_RUNS, FAILURE, METRICS
 from muscale.monitoring.losses import LossSource, Row
 from muscale.plans.band import registered_band
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.store.ledger import Ledger, now
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.statements import find

@@ -24,7 +24,7 @@ from muscale.pages.reproduction import reproduction
 from muscale.pages.study_cost import spending
 from muscale.plans.band import Band, registered_band
 from muscale.plans.next_stems import NextStems
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.plans.score_forecasts import ScoreForecasts, registered_scores
 from muscale.plans.use_case_card import UseCaseCard, card_of
 from muscale.proxies.comparison import Comparison, latest_comparison

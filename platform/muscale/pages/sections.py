@@ -17,7 +17,7 @@ import markupsafe
 import pandas as pd
 import plotly.graph_objects as go
 
-from muscale.plans.planning import format_decision, format_value
+from muscale.plans.plan import format_decision, format_value
 
 _LAYOUT = {
     "template": "none",

@@ -27,7 +27,7 @@ import pandas as pd
 from numpy.typing import ArrayLike
 from scipy.stats import t as student
 
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.proxies.ladder_curves import Floats, RunCurve, read_curves
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger

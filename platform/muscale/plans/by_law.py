@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from muscale.plans.batch import FAR
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.settings.config import StudyConfig
 from proxy_models.recipes.hyperparameters import OPTIMIZERS_THAT_READ
 from scaling.optima.batch_law import PRIOR

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, get_args
 
 from muscale.errors import StageError
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.plans.step_time import LINKS, Links, StepTime, links_of
 from muscale.settings.config import StudyConfig
 from muscale.settings.cross_field_rules import NO_STEP_SIZES

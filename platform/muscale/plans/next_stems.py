@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from muscale.formatting import fold
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.plans.sizing import most_tokens
 from muscale.proxies.ladder import stem_lengths
 from muscale.settings.config import StudyConfig

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from muscale.errors import StageError
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.programs.job import job_of
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass

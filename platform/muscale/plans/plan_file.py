@@ -19,7 +19,7 @@ from tomlkit.items import Table
 
 from muscale.errors import StageError
 from muscale.layout import PLANS
-from muscale.plans.planning import Plan, format_decision
+from muscale.plans.plan import Plan, format_decision
 from muscale.settings.config import StudyConfig
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.promote import PromoteSettings

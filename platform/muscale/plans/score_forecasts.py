@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.serialization import Recorded
 from muscale.settings.scores import ScoresSettings
 from muscale.store.ledger import Ledger

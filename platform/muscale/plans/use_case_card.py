@@ -22,7 +22,7 @@ import pandas as pd
 
 from muscale.errors import StageError
 from muscale.formatting import fold
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.plans.score_forecasts import task_laws
 from muscale.settings.config import StudyConfig
 from muscale.settings.use_case import LOSS, UseCaseSettings

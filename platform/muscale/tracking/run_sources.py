@@ -24,8 +24,8 @@ from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.full_runs.records.run_records import MetricsTail, RunRecords
 from muscale.layout import BUNDLES, EVALUATIONS, FAILURE, FULL_RUNS, METRICS, REPORT, TRACKING
 from muscale.plans.band import Band, registered_band
+from muscale.plans.plan import Plan
 from muscale.plans.plan_file import path_of
-from muscale.plans.planning import Plan
 from muscale.search.record import Record
 from muscale.search.sweep import Sweep
 from muscale.settings.config import StudyConfig

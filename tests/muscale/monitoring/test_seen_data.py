@@ -18,7 +18,8 @@ from muscale.layout import FULL_RUNS, METRICS
 from muscale.monitoring.run_figures import curve_data, draw_curve, epoch_marks
 from muscale.monitoring.seen_data import SeenData
 from muscale.pages.contents import gather
-from muscale.plans.planning import Planner, register
+from muscale.plans.plan import register
+from muscale.plans.planning import Planner
 from muscale.proxies.ladder import branches
 from muscale.store.ledger_tables import runs
 from muscale.store.lineage import Chain

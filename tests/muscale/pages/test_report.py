@@ -16,7 +16,8 @@ from muscale.pages.contents import ReportContents, gather
 from muscale.pages.report import write_report
 from muscale.pages.sections import Section, with_code
 from muscale.plans.next_stems import choose
-from muscale.plans.planning import Planner, register
+from muscale.plans.plan import register
+from muscale.plans.planning import Planner
 from muscale.plans.use_case_card import card_of
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import Source

@@ -12,7 +12,8 @@ import pytest
 from muscale import StudyConfig
 from muscale.plans.batch import FAR, BatchChoice, choose_batch
 from muscale.plans.gate import batch_line
-from muscale.plans.planning import Plan, Planner
+from muscale.plans.plan import Plan
+from muscale.plans.planning import Planner
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import BatchLaw, fit_batch_law
 from tests.muscale.planted import planted_fit, planted_horizon

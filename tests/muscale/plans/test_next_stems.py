@@ -14,7 +14,8 @@ import pytest
 
 from muscale import StudyConfig
 from muscale.plans.next_stems import candidates, choose
-from muscale.plans.planning import Plan, Planner
+from muscale.plans.plan import Plan
+from muscale.plans.planning import Planner
 from muscale.proxies.ladder import stem_lengths
 from muscale.settings.plan import Stem
 from muscale.settings.tables import LadderSettings

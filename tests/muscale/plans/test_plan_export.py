@@ -13,8 +13,8 @@ import pytest
 from torch import nn
 
 from muscale import StudyConfig
+from muscale.plans.plan import Plan
 from muscale.plans.plan_export import export, schedule_table, tensor_table
-from muscale.plans.planning import Plan
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Decoder

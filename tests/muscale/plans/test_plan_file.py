@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from muscale import StageError, StudyConfig
+from muscale.plans.plan import Plan, register
 from muscale.plans.plan_file import DIGEST, contents, path_of, read, write
-from muscale.plans.planning import Plan, Planner, register
+from muscale.plans.planning import Planner
 from muscale.store.ledger import Ledger
 from proxy_models.architecture.config import as_decoder
 from proxy_models.data.corpus import Corpus

@@ -14,7 +14,8 @@ import pytest
 
 from muscale import StageError, StudyConfig, StudyFileError
 from muscale.formatting import WIDTH
-from muscale.plans.planning import Plan, Planner, as_registered, register, replaced_by
+from muscale.plans.plan import Plan, as_registered, register, replaced_by
+from muscale.plans.planning import Planner
 from muscale.plans.sizing import epochs, most_tokens
 from muscale.store.ledger import Ledger
 from proxy_models.data.corpus import Corpus

@@ -15,7 +15,8 @@ from muscale import StageError, StudyConfig
 from muscale.actors.jobs import Job
 from muscale.layout import LEDGER
 from muscale.plans.costs import estimate
-from muscale.plans.planning import Plan, Planner
+from muscale.plans.plan import Plan
+from muscale.plans.planning import Planner
 from muscale.proxies import ladder, transfer
 from muscale.search.record import RungResult
 from muscale.search.sweep import Sweep

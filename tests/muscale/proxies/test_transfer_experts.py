@@ -13,7 +13,8 @@ import pytest
 from muscale import StudyConfig, StudyFileError
 from muscale.plans.expert_axes import axis_changes, experts_text
 from muscale.plans.gate import experts_line
-from muscale.plans.planning import Plan, Planner
+from muscale.plans.plan import Plan
+from muscale.plans.planning import Planner
 from muscale.proxies import transfer
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from scaling import AxisLaw, Verdict, fit_verdict

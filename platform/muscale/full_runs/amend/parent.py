@@ -11,7 +11,7 @@ from muscale.errors import StageError
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder, manifest_hash
 from muscale.full_runs.full_run import FullRun, InitialState
 from muscale.layout import FULL_RUNS, INITIAL_WEIGHTS
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ParentSettings
 from muscale.store.ledger import Ledger

@@ -34,7 +34,7 @@ from muscale.full_runs.amend.amendment import Amendment
 from muscale.full_runs.amend.so_far import SoFar
 from muscale.plans.band import Band, registered_band
 from muscale.plans.ladder_schedules import LadderSchedules
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind

@@ -41,7 +41,8 @@ from muscale.plans.gate import (
     transfer_line,
 )
 from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_layout
-from muscale.plans.planning import Plan, data_hashes
+from muscale.plans.plan import Plan
+from muscale.plans.planning import data_hashes
 from muscale.plans.step_time import StepTime
 from muscale.settings.config import StudyConfig
 from proxy_models.architecture.config import as_decoder

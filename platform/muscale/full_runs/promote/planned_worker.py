@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.plans.step_time import LINKS
 from muscale.settings.config import StudyConfig
 from proxy_models.architecture.memory import MEMORY_SHARE, MemoryEstimate, largest_micro_batch, least_memory

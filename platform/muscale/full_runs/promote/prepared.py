@@ -22,7 +22,7 @@ from muscale.formatting import format_read_error
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.layout import COLLECTIVES, CORPUS, LEDGER, LEDGER_PLACE
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.settings.own_model import announce, read_record

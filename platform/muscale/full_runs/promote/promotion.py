@@ -16,7 +16,7 @@ from muscale.full_runs.records.events import Event, run_events
 from muscale.full_runs.records.goodput import Goodput
 from muscale.layout import CORPUS, FULL_RUNS, INITIAL_WEIGHTS
 from muscale.plans.gate import Gate, forced_lines
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.store.cancels import cancellable

@@ -26,7 +26,7 @@ from muscale.full_runs.promote.launch import launch, train_worker
 from muscale.full_runs.promote.planned_worker import PlannedWorker
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, RESULT, SMOKE_TEST
-from muscale.plans.planning import Plan
+from muscale.plans.plan import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger, now

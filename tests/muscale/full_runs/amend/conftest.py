@@ -14,7 +14,8 @@ from muscale.full_runs.amend.train import train_amendment
 from muscale.full_runs.promote.promotion import full_run_of
 from muscale.full_runs.train.attempt import train
 from muscale.layout import CORPUS, FULL_RUNS, METRICS, STUDY_FILE
-from muscale.plans.planning import Plan, Planner, register
+from muscale.plans.plan import Plan, register
+from muscale.plans.planning import Planner
 from muscale.settings.amendment_file import AmendmentFile
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind

@@ -19,7 +19,7 @@ from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.train.attempt import train
 from muscale.layout import CORPORA, CORPUS, FULL_RUNS, METRICS, STUDY_FILE
 from muscale.plans.band import Band, registered_band
-from muscale.plans.planning import register
+from muscale.plans.plan import register
 from muscale.settings.amendment_file import AmendmentFile
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger_tables import ResultKind

@@ -18,7 +18,7 @@ from muscale.full_runs.checkpoints.held_out import evaluate_unsharded
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.layout import FULL_RUNS, STUDY_FILE
-from muscale.plans.planning import register
+from muscale.plans.plan import register
 from muscale.settings.continuation_file import ContinuationFile
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus

@@ -18,7 +18,8 @@ from muscale.full_runs.train.attempt import train
 from muscale.layout import CORPUS, FULL_RUNS, SMOKE_TEST
 from muscale.plans.device_lines import disk_line
 from muscale.plans.gate import Gate, transfer_line
-from muscale.plans.planning import Plan, Planner, register
+from muscale.plans.plan import Plan, register
+from muscale.plans.planning import Planner
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from proxy_models.data.corpus import Corpus

@@ -14,7 +14,8 @@ from muscale import StageError, StudyConfig
 from muscale.full_runs.promote.promotion import promote
 from muscale.layout import FULL_RUNS, RESULT
 from muscale.plans.gate import Gate
-from muscale.plans.planning import Plan, Planner, register
+from muscale.plans.plan import Plan, register
+from muscale.plans.planning import Planner
 from muscale.settings.promote import SpikePolicy
 from muscale.store.ledger import Ledger
 from muscale.store.lineage import Chain
