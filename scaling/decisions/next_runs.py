@@ -177,7 +177,8 @@ def _bring_support(rows: pd.DataFrame, points: pd.DataFrame, target: Mapping[str
         return np.zeros(len(points), dtype=bool)
     rows = rows[[*target, "stem"]].astype({"stem": object})
     pairs = (_with_runs(rows, points.iloc[[number, number]]) for number in range(len(points)))
-    return np.array([unsupported(pair, None, **target).keys() - beside_number < now for pair in pairs])
+    brings = (unsupported(pair, None, **target).keys() - beside_number < now for pair in pairs)
+    return np.fromiter(brings, dtype=bool, count=len(points))
 
 
 def _picks(

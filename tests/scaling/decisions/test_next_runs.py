@@ -213,6 +213,21 @@ def test_runs_that_bring_a_far_target_into_support(fitted: ScalingFit) -> None:
     assert "still unsupported" in str(short)
 
 
+def test_without_a_candidate_it_says_so(fitted: ScalingFit) -> None:
+    """A target outside the support of the runs, and no run that can be paid for: a ladder of one size may have none left."""
+    found = next_runs(
+        fitted,
+        2e12,
+        4e10,
+        affordable_flops=1e20,
+        candidates=pd.DataFrame({"n_params": [], "n_tokens": []}, dtype=float),
+    )
+    assert not found.now.supported
+    assert found.runs.empty
+    assert found.reasons
+    assert found.width_then == found.width_now
+
+
 @pytest.mark.parametrize("target", [(2e10, 4e11), (2e9, 5e11)])
 def test_runs_promised_to_bring_support_do(fitted: ScalingFit, planted: Law, target: tuple[float, float]) -> None:
     """Make the runs as planted, fit again: a target too far, or at a D/N too high, is supported then, as was said."""
