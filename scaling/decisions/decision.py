@@ -154,7 +154,7 @@ class Decision(Result):
         if self.epochs is not None:
             rows["data"] = f"{self.epochs:.3g} epochs of {self.unique_tokens:.4g} unique tokens"
         if self.limits:
-            rows["held by"] = "; ".join(self.limits)
+            rows["limited by"] = "; ".join(self.limits)
         if self.warnings:
             rows["doubtful"] = "; ".join(self.warnings)
         device = self.budget.accelerator

@@ -176,7 +176,7 @@ def format_decision(decision: dict[str, Any]) -> list[str]:
         )
     if decision["epochs"] is not None:
         lines.append(f"data: {decision['epochs']:.3g} epochs over the corpus")
-    lines += [f"held by {limit}" for limit in decision["limits"]]
+    lines += [f"limited by {limit}" for limit in decision["limits"]]
     lines += [f"doubtful: {warning}" for warning in decision["warnings"]]
     return lines + [f"assumed: {assumption}" for assumption in decision["assumptions"]]
 

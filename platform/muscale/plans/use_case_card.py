@@ -96,12 +96,13 @@ class UseCaseCard(Result):
         binding, wanted = " and ".join(self.binding), f"{self.settings.probability:.0%}"
         if self.cheapest is None:
             low, high = self.searched
-            return f"no run of {low:.3g} to {high:.3g} FLOPs keeps all limits and reaches all targets with {wanted}: held by {binding}"
+            tried = f"no run of {low:.3g} to {high:.3g} FLOPs"
+            return f"{tried} is within all limits and reaches all targets with {wanted}: limited by {binding}"
         run = self.cheapest
         days = "" if math.isnan(run["days"]) else f", {run['days']:.3g} days"
         return (
-            f"cheapest run that keeps all limits and reaches all targets with {wanted}: width {run['width']}, depth {run['depth']}, "
-            f"N = {run['n_params']:,}, D = {run['n_tokens']:,} tokens, {run['compute_flops']:.3g} FLOPs{days}; held by {binding}"
+            f"cheapest run within all limits that reaches all targets with {wanted}: width {run['width']}, depth {run['depth']}, "
+            f"N = {run['n_params']:,}, D = {run['n_tokens']:,} tokens, {run['compute_flops']:.3g} FLOPs{days}; limited by {binding}"
         )
 
     def __str__(self) -> str:
