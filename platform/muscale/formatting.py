@@ -38,9 +38,11 @@ def format_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def fold(text: str, indent: int) -> list[str]:
-    """A line of text as lines of at most `WIDTH` characters, all but the first indented."""
-    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+def fold(text: str, indent: int, margin: int = 0) -> list[str]:
+    """A line of text as lines of at most `WIDTH` characters less the margin, all but the first indented."""
+    return textwrap.wrap(
+        text, WIDTH - margin, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def finite(value: Any) -> Any:
