@@ -86,7 +86,9 @@ class NextStems(Result):
             "interval": "{:.2%}".format,
         }
         table = self.table.to_string(index=False, formatters=formats).splitlines() if len(self.table) else []
-        about, how = ([part for line in lines for part in fold(line, 2)] for lines in (self._about, self._how))
+        about, how = (
+            [part for line in lines for part in fold(line, 2, margin=2)] for lines in (self._about, self._how)
+        )
         return "\n  ".join([*about, *table, *how])
 
     @property

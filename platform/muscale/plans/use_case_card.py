@@ -111,7 +111,7 @@ class UseCaseCard(Result):
             index=False, formatters=formats, float_format=lambda value: number(value, ".3g")
         ).splitlines()
         doubts = [f"outside declared support: {doubt}" for doubt in self.doubts]
-        about = [part for line in (self.conclusion, *doubts) for part in fold(line, 2)]
+        about = [part for line in (self.conclusion, *doubts) for part in fold(line, 2, margin=2)]
         return "\n  ".join([f"use case at {self.compute_flops:.3g} FLOPs of training", *table, *about])
 
 
