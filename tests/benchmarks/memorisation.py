@@ -36,11 +36,11 @@ evaluation_tokens = 32_768
 d_model = 32
 n_layers = 2
 head_dim = 16
-context_length = 64
+context_length = 256
 
 [hyperparameters]
 learning_rate = 0.01
-batch_tokens = 1024
+batch_tokens = 2048
 
 [sweep]
 trials = 4
