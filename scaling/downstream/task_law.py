@@ -2,14 +2,14 @@
 
     direct law     score as a sigmoid of ln N and ln D (`scaling.downstream.score_law`)
     two steps      task's loss by a law in N and D, score as a sigmoid of that loss (`scaling.downstream.two_step`)
-    loss law       for a score that is positive and falls like a loss, such as bits per byte of the right answer: `fit` of the score
 
-The largest two sizes and lengths in compute are left out, both bounded laws are fitted to the rest and forecast them, and the law with
-the smaller root mean square error is fitted to all runs. The direct law is taken at equal errors, and where one of the laws can't be
-fitted to the rest: it needs no loss. Two points choose the wrong law now and then. So if the other law's error is at most `COMPARABLE`
-times the smaller one, the interval spans the intervals of both, and a probability is the smaller of both.
+A score that is positive and falls without bound, such as bits per byte of the right answer, has the laws of
+`scaling.downstream.falling_score` instead: the loss law and the likelihood law.
 
-A falling score has one law: a second step from loss to loss would add its error and no bound.
+The largest two sizes and lengths in compute are left out, both laws are fitted to the rest and forecast them, and the law with the
+smaller root mean square error is fitted to all runs. The first law is taken at equal errors, and where one of the laws can't be fitted
+to the rest. Two points choose the wrong law now and then. So if the other law's error is at most `COMPARABLE` times the
+smaller one, the interval spans the intervals of both, and a probability is the smaller of both.
 
 A score whose signal is small next to its noise (`scaling.downstream.signal`) has a law to look at, but no forecast.
 """
@@ -17,28 +17,38 @@ A score whose signal is small next to its noise (`scaling.downstream.signal`) ha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import pandas as pd
 
+from scaling.downstream.falling_score import (
+    LIKELIHOOD_LAW,
+    LOSS_LAW,
+    UNSTRETCHED,
+    LikelihoodLaw,
+    LossLaw,
+    Stretch,
+    fit_likelihood_law,
+    fit_loss_law,
+    stretch_of,
+)
 from scaling.downstream.score_law import DIRECT, Emergence, ScoreForecast, ScoreLaw, fit_score
 from scaling.downstream.signal import MIN_RATIO, SignalToNoise, ends_and_checkpoints, signal_to_noise
 from scaling.downstream.two_step import TwoStep, fit_two_step
 from scaling.errors import ScalingError, TooFewRunsError
 from scaling.fits.as_found import NO_COLUMNS
-from scaling.fits.fitting import fit
-from scaling.fits.result import ScalingFit
 from scaling.fits.runs import Table
 from scaling.forms.law import NATS
 from scaling.presentation import lines
 from scaling.serialization import FittedResult
 
-TWO_STEPS, LOSS_LAW = "two steps", "loss law"
+TWO_STEPS = "two steps"
 HELD_OUT = 2
 """Sizes and lengths, the largest in compute, whose forecasts compare the laws."""
+_Law = ScoreLaw | TwoStep | LossLaw | LikelihoodLaw
 COMPARABLE = 2.0
 """Ratio of errors up to which the other law counts in intervals (measured on planted tasks, `tests/benchmarks/scores.py`)."""
 
@@ -54,7 +64,7 @@ class TaskLaw(FittedResult):
         min_ratio: least signal to noise of a forecast.
         direct: direct law; None for a falling score.
         two_steps: two steps, if chosen or comparable.
-        loss_law: law of a falling score.
+        loss_law, likelihood_law: laws of a falling score; the second if it was compared.
     """
 
     metric: str
@@ -64,7 +74,8 @@ class TaskLaw(FittedResult):
     min_ratio: float
     direct: ScoreLaw | None = None
     two_steps: TwoStep | None = None
-    loss_law: ScalingFit | None = None
+    loss_law: LossLaw | None = None
+    likelihood_law: LikelihoodLaw | None = None
     warnings: tuple[str, ...]
 
     @property
@@ -80,15 +91,11 @@ class TaskLaw(FittedResult):
             ScalingError: the signal is below `min_ratio` times the noise.
         """
         self._require_signal(n_params, n_tokens)
-        if self.loss_law:
-            ahead = self.loss_law.forecast(n_params, n_tokens, level)
-            value, low, high, reasons = ahead.loss, ahead.low, ahead.high, ahead.reasons
-        else:
-            found = {
-                name: law.forecast(n_params, n_tokens, level=level, seed=seed) for name, law in self._bounded.items()
-            }
-            value, reasons = found[self.method].value, found[self.method].reasons
-            low, high = min(each.low for each in found.values()), max(each.high for each in found.values())
+        found = {
+            name: law.forecast(n_params, n_tokens, level=level, seed=seed) for name, law in self._comparable.items()
+        }
+        value, reasons = found[self.method].value, found[self.method].reasons
+        low, high = min(each.low for each in found.values()), max(each.high for each in found.values())
         return ScoreForecast(
             metric=self.metric,
             n_params=float(n_params),
@@ -110,18 +117,21 @@ class TaskLaw(FittedResult):
             ValueError, ScalingError: for the reasons of `forecast`.
         """
         self._require_signal(n_params, n_tokens)
-        if self.loss_law:
-            return self.loss_law.forecast(n_params, n_tokens).probability(target)
-        return min(law.probability(n_params, n_tokens, target, seed=seed) for law in self._bounded.values())
+        return min(law.probability(n_params, n_tokens, target, seed=seed) for law in self._comparable.values())
 
     def emergence(self, tokens_per_param: float = 20.0, level: float = 0.9) -> Emergence | None:
         """Size at which the score leaves chance, by the direct law; None for a falling score."""
         return self.direct.emergence(tokens_per_param, level=level) if self.direct else None
 
     @property
-    def _bounded(self) -> dict[str, ScoreLaw | TwoStep]:
-        """The laws of a bounded score whose errors are comparable, by name."""
-        laws = {DIRECT: self.direct, TWO_STEPS: self.two_steps}
+    def _comparable(self) -> dict[str, _Law]:
+        """The laws whose errors are comparable, by name."""
+        laws = {
+            DIRECT: self.direct,
+            TWO_STEPS: self.two_steps,
+            LOSS_LAW: self.loss_law,
+            LIKELIHOOD_LAW: self.likelihood_law,
+        }
         most = COMPARABLE * min(self.errors.values(), default=math.inf)
         return {name: law for name, law in laws.items() if law and self.errors.get(name, most) <= most}
 
@@ -142,13 +152,12 @@ class TaskLaw(FittedResult):
     def __str__(self) -> str:
         compared = "; ".join(f"{name} {error:.3g}" for name, error in self.errors.items())
         ratio = "not known" if self.signal is None else f"{self.signal.ratio:.3g}"
-        law = self.loss_law or self._bounded[self.method]
         rows = {
             self.metric: self.method + (f"; errors on the largest runs, left out: {compared}" if compared else ""),
             "signal to noise": ratio + ("" if self.is_forecast else f", below {self.min_ratio:g}: not forecast"),
             "status": self.status_line,
         }
-        return f"{lines(rows)}\n\n{law}"
+        return f"{lines(rows)}\n\n{self._comparable[self.method]}"
 
 
 def fit_task(
@@ -210,7 +219,14 @@ def fit_task(
         else ("the noise of the score is not known: no seeds were repeated, and checkpoints are too few",),
     )
     if falls:
-        return of_task(method=LOSS_LAW, loss_law=laws.as_loss(ends))
+        errors, stretches = laws.falling_errors(ends)
+        better = bool(errors) and errors[LIKELIHOOD_LAW] < errors[LOSS_LAW]
+        return of_task(
+            method=LIKELIHOOD_LAW if better else LOSS_LAW,
+            errors=errors,
+            loss_law=replace(laws.as_loss(ends), stretch=stretches.get(LOSS_LAW, UNSTRETCHED)),
+            likelihood_law=replace(laws.as_likelihood(ends), stretch=stretches[LIKELIHOOD_LAW]) if errors else None,
+        )
     errors = laws.errors(ends, checkpoints)
     near = bool(errors) and errors[TWO_STEPS] <= COMPARABLE * errors[DIRECT]
     return of_task(
@@ -234,14 +250,18 @@ class _Laws:
     n_bootstrap: int
     seed: int
 
-    def as_loss(self, ends: pd.DataFrame) -> ScalingFit:
-        return fit(
-            _columns(ends).assign(loss=ends[self.metric]),
+    def as_loss(self, ends: pd.DataFrame) -> LossLaw:
+        return fit_loss_law(
+            _columns(ends, self.metric),
+            self.metric,
             n_params_convention=self.n_params_convention,
-            loss_unit=self.loss_unit,
+            unit=self.loss_unit,
             n_bootstrap=self.n_bootstrap,
             seed=self.seed,
         )
+
+    def as_likelihood(self, ends: pd.DataFrame) -> LikelihoodLaw:
+        return fit_likelihood_law(_columns(ends, self.metric, "standard_error"), self.metric, seed=self.seed)
 
     def direct(self, ends: pd.DataFrame) -> ScoreLaw:
         return fit_score(
@@ -269,22 +289,49 @@ class _Laws:
         )
 
     def errors(self, ends: pd.DataFrame, checkpoints: pd.DataFrame) -> dict[str, float]:
-        """Root mean square error of both laws on the largest runs; empty if they can't be compared."""
+        """Root mean square error of both bounded laws on the largest runs; empty if they can't be compared."""
         if "task_loss" not in ends:
             return {}
-        compute = ends["n_params"] * ends["n_tokens"]
-        least = np.unique(compute)[-HELD_OUT:][0]
-        rest, largest = ends[compute < least], ends[compute >= least]
+        rest, largest, least = _without_largest(ends)
         earlier = checkpoints[checkpoints["n_params"] * checkpoints["n_tokens"] < least]
+        return self._on_largest(
+            rest, largest, lambda: {DIRECT: self.direct(rest), TWO_STEPS: self.two_steps(rest, earlier)}
+        )[0]
+
+    def falling_errors(self, ends: pd.DataFrame) -> tuple[dict[str, float], dict[str, Stretch]]:
+        """Errors of both laws of a falling score on the largest runs, and how far each missed them; empty likewise."""
+        rest, largest, _ = _without_largest(ends)
+        errors, laws = self._on_largest(
+            rest, largest, lambda: {LOSS_LAW: self.as_loss(rest), LIKELIHOOD_LAW: self.as_likelihood(rest)}
+        )
+        n_params, n_tokens, score = (largest[name].to_numpy() for name in ("n_params", "n_tokens", self.metric))
+        return errors, {
+            name: stretch_of(law, n_params, n_tokens, score)
+            for name, law in laws.items()
+            if isinstance(law, LossLaw | LikelihoodLaw)
+        }
+
+    def _on_largest(
+        self, rest: pd.DataFrame, largest: pd.DataFrame, fit_laws: Callable[[], Mapping[str, _Law]]
+    ) -> tuple[dict[str, float], Mapping[str, _Law]]:
+        """Errors of laws that are fitted to the other runs, and the laws; empty if they can't be fitted."""
         if not np.ptp(rest[self.metric]):  # no law can tell how it moves
-            return {}
+            return {}, {}
+        sizes = [(float(of), float(to)) for of, to in largest[["n_params", "n_tokens"]].to_numpy()]
         try:
-            laws: dict[str, ScoreLaw | TwoStep] = {DIRECT: self.direct(rest), TWO_STEPS: self.two_steps(rest, earlier)}
-            sizes = [(float(of), float(to)) for of, to in largest[["n_params", "n_tokens"]].to_numpy()]
+            laws = fit_laws()
             ahead = {name: np.array([law.forecast(*size).value for size in sizes]) for name, law in laws.items()}
         except (ScalingError, TooFewRunsError):
-            return {}
-        return {name: float(np.sqrt(((value - largest[self.metric]) ** 2).mean())) for name, value in ahead.items()}
+            return {}, {}
+        squares = {name: ((value - largest[self.metric]) ** 2).mean() for name, value in ahead.items()}
+        return {name: float(np.sqrt(square)) for name, square in squares.items()}, laws
+
+
+def _without_largest(ends: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, float]:
+    """Runs without the largest sizes and lengths, these, and the least compute of these."""
+    compute = ends["n_params"] * ends["n_tokens"]
+    least = float(np.unique(compute)[-HELD_OUT:][0])
+    return ends[compute < least], ends[compute >= least], least
 
 
 def _columns(rows: pd.DataFrame, *names: str) -> pd.DataFrame:

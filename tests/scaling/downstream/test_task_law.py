@@ -1,6 +1,7 @@
 """The law of a task's score on one ladder: its choice by held-out runs, its forecast, and scores without enough signal."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from scipy.special import expit
 
 from scaling import Law, ScalingError, TaskLaw, fit_task
+from scaling.downstream.falling_score import stretch_of
 
 Ladder = Callable[..., pd.DataFrame]
 SHARES = (0.25, 0.5, 0.7, 0.85, 1.0)
@@ -110,13 +112,58 @@ def test_a_law_of_comparable_error_widens_the_interval_and_lowers_probabilities(
     )
 
 
-def test_a_falling_score_has_the_loss_law(table: pd.DataFrame, planted: Law) -> None:
-    law = fitted(table.assign(bits_per_byte=table["task_loss"] / 3), metric="bits_per_byte", falls=True)
-    ahead = law.forecast(1e9, 2e10)
+def falling(table: pd.DataFrame, bits: Any) -> TaskLaw:
+    return fitted(table.assign(bits_per_byte=bits), metric="bits_per_byte", falls=True)
+
+
+@pytest.fixture(scope="module")
+def like_a_loss(table: pd.DataFrame) -> TaskLaw:
+    return falling(table, table["task_loss"] / 3)
+
+
+def test_a_score_that_falls_like_a_loss_has_the_loss_law(like_a_loss: TaskLaw, planted: Law) -> None:
+    ahead = like_a_loss.forecast(1e9, 2e10)
     assert ahead.method == "loss law"
+    assert like_a_loss.errors["loss law"] < like_a_loss.errors["likelihood law"]
     assert ahead.low < float(planted.loss(1e9, 2e10)) / 3 < ahead.high
-    assert law.probability(1e9, 2e10, ahead.high) == pytest.approx(0.95, abs=1e-6)
-    assert law.emergence() is None
+    assert like_a_loss.emergence() is None
+
+
+def skill(n_params: Any, n_tokens: Any, middle: float = 5e18) -> Any:
+    """Bits of an answer whose likelihood rises from .2 to 1 around `middle` = N·D."""
+    return -np.log2(0.2 + 0.8 * expit((np.log(n_params) + np.log(n_tokens) - math.log(middle)) / 1.5))
+
+
+def test_a_skill_that_is_learned_has_the_likelihood_law(table: pd.DataFrame) -> None:
+    """A sum of powers with a floor falls ever more slowly, so it misses what is learned next."""
+    noise = np.exp(0.01 * np.random.default_rng(1).standard_normal(len(table)))
+    law = falling(table, skill(table["n_params"], table["tokens"]) * noise)
+    assert law.method == "likelihood law"
+    ahead, truth = law.forecast(1e9, 5e10), float(skill(1e9, 5e10))
+    assert ahead.low < truth < ahead.high
+    assert law.loss_law is not None
+    assert law.loss_law.forecast(1e9, 5e10).value > 1.5 * truth
+    assert 0.5 < law.probability(1e9, 5e10, ahead.high) <= 1
+    assert law.probability(1e9, 5e10, ahead.low) < 0.1
+    again = TaskLaw.from_dict(json.loads(json.dumps(law.to_dict())))
+    assert again.forecast(1e9, 5e10).to_dict() == ahead.to_dict()
+
+
+def test_an_interval_is_stretched_to_the_side_on_which_left_out_runs_lie(like_a_loss: TaskLaw, planted: Law) -> None:
+    size = (1e9, 2e10)
+    assert like_a_loss.loss_law is not None
+    law = replace(like_a_loss.loss_law, stretch=(1.0, 1.0))
+    usual, wider = law.forecast(*size), replace(law, stretch=(4.0, 1.0)).forecast(*size)
+    assert (wider.value, wider.high) == (usual.value, usual.high)
+    assert math.log(wider.low / usual.value) == pytest.approx(4 * math.log(usual.low / usual.value))
+    assert len(wider.reasons) == len(usual.reasons) + 1
+    assert replace(law, stretch=(4.0, 1.0)).probability(*size, wider.low) == pytest.approx(0.05, abs=1e-6)
+    n, d = np.array([1e9, 1e9]), np.array([1e10, 2e10])
+    losses = np.asarray(planted.loss(n, d)) / 3
+    assert stretch_of(law, n, d, losses) == (1.0, 1.0)
+    low, high = stretch_of(law, n, d, losses / 2)
+    assert low > 5
+    assert high == 1
 
 
 def test_a_score_at_chance_is_reported_with_the_size_at_which_it_is_expected_to_rise(

@@ -1,0 +1,166 @@
+"""A score that is positive and falls without bound, such as bits per byte of the right answer, as a function of N and D.
+
+    loss law          `fit` of the score: a floor and powers of N and D, as for a loss
+    likelihood law    exp(−score) as a sigmoid of ln N and ln D: a skill that is being learned lowers the score faster than powers do
+
+Both forecast in the score's unit. On runs that were left out, forecasts may miss by more than their intervals tell, since neither law
+knows when a skill is learned. The interval's side on which they lie is then stretched by that factor, on the scale of ln score.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from scaling.arrays import Array
+from scaling.downstream.score_law import ScoreForecast, ScoreLaw, fit_score
+from scaling.fits.fitting import fit
+from scaling.fits.result import ScalingFit
+from scaling.quantiles import two_sided
+from scaling.serialization import JsonResult
+
+LOSS_LAW, LIKELIHOOD_LAW = "loss law", "likelihood law"
+Stretch = tuple[float, float]
+UNSTRETCHED: Stretch = (1.0, 1.0)
+DOUBTFUL = 2.0
+"""Stretch from which a forecast is doubtful (assumed)."""
+_LEAST = 1e-12  # likelihood that counts as 0, and distance from 1 that counts as 1
+_LEVEL = 0.9  # of the intervals that misses are compared with
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossLaw(JsonResult):
+    """A falling score by the law of a loss.
+
+    Attributes:
+        law: in the score's unit.
+        stretch: factors on the lower and on the upper side of the interval, in ln score.
+    """
+
+    metric: str
+    law: ScalingFit
+    stretch: Stretch = UNSTRETCHED
+
+    def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, *, seed: int = 0) -> ScoreForecast:
+        """Forecast the score of one run; raises the errors of `ScalingFit.forecast`."""
+        del seed  # the forecast draws nothing
+        ahead = self.law.forecast(n_params, n_tokens, level)
+        found = ScoreForecast(
+            metric=self.metric,
+            n_params=float(n_params),
+            n_tokens=float(n_tokens),
+            family="",
+            value=ahead.loss,
+            low=ahead.low,
+            high=ahead.high,
+            level=level,
+            reasons=ahead.reasons,
+            method=LOSS_LAW,
+        )
+        return _stretched(found, self.stretch)
+
+    def probability(self, n_params: float, n_tokens: float, target: float, *, seed: int = 0) -> float:
+        """Probability that one run's score is at most the target; raises the errors of `forecast`."""
+        del seed
+        ahead = self.law.forecast(n_params, n_tokens)
+        return ahead.probability(_towards(target, ahead.loss, self.stretch))
+
+    def __str__(self) -> str:
+        return str(self.law)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LikelihoodLaw(JsonResult):
+    """A falling score by the law of exp(−score).
+
+    Attributes:
+        law: of the likelihood.
+        stretch: factors on the lower and on the upper side of the interval, in ln score.
+    """
+
+    metric: str
+    law: ScoreLaw
+    stretch: Stretch = UNSTRETCHED
+
+    def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, *, seed: int = 0) -> ScoreForecast:
+        """Forecast the score of one run; raises ValueError if a size or the level is out of range."""
+        ahead = self.law.forecast(n_params, n_tokens, level=level, seed=seed)
+        found = replace(
+            ahead,
+            metric=self.metric,
+            value=_score(ahead.value),
+            low=_score(ahead.high),
+            high=_score(ahead.low),
+            method=LIKELIHOOD_LAW,
+        )
+        return _stretched(found, self.stretch)
+
+    def probability(self, n_params: float, n_tokens: float, target: float, *, seed: int = 0) -> float:
+        """Probability that one run's score is at most the target; raises the errors of `forecast`."""
+        middle = _score(self.law.forecast(n_params, n_tokens, seed=seed).value)
+        return self.law.probability(n_params, n_tokens, math.exp(-_towards(target, middle, self.stretch)), seed=seed)
+
+    def __str__(self) -> str:
+        return str(self.law)
+
+
+FallingLaw = LossLaw | LikelihoodLaw
+
+
+def fit_loss_law(
+    ends: pd.DataFrame, metric: str, *, n_params_convention: str, unit: str, n_bootstrap: int, seed: int
+) -> LossLaw:
+    """Fit the loss law to ends of runs: `n_params`, `n_tokens`, `stem` and the metric; raises the errors of `fit`."""
+    law = fit(
+        ends[["n_params", "n_tokens", "stem"]].assign(loss=ends[metric]),
+        n_params_convention=n_params_convention,
+        loss_unit=unit,
+        n_bootstrap=n_bootstrap,
+        seed=seed,
+    )
+    return LossLaw(metric=metric, law=law)
+
+
+def fit_likelihood_law(ends: pd.DataFrame, metric: str, *, seed: int) -> LikelihoodLaw:
+    """Fit the likelihood law to the same columns; raises the errors of `fit_score`."""
+    likelihood = np.exp(-ends[metric])
+    table = ends[["n_params", "n_tokens"]].assign(likelihood=likelihood)
+    if "standard_error" in ends:
+        table["standard_error"] = likelihood * ends["standard_error"]
+    return LikelihoodLaw(metric=metric, law=fit_score(table, metric="likelihood", seed=seed))
+
+
+def stretch_of(law: FallingLaw, n_params: Array, n_tokens: Array, score: Array) -> Stretch:
+    """Return how far runs left out lie below and above their forecasts: root mean squares in standard deviations, at least 1."""
+    below, above = [0.0], [0.0]
+    for n, d, measured in zip(n_params, n_tokens, score, strict=True):
+        ahead = law.forecast(float(n), float(d), level=_LEVEL)
+        side, bound = (below, ahead.low) if measured < ahead.value else (above, ahead.high)
+        deviation = abs(math.log(max(bound, _LEAST) / ahead.value)) / two_sided(_LEVEL)
+        side.append(math.log(max(float(measured), _LEAST) / ahead.value) / max(deviation, _LEAST))
+    low, high = (max(1.0, math.sqrt(sum(miss**2 for miss in side) / max(1, len(side) - 1))) for side in (below, above))
+    return low, high
+
+
+def _score(likelihood: float) -> float:
+    """Return the score of a likelihood; above 0, as a logarithm of it is taken."""
+    return -math.log(min(max(likelihood, _LEAST), 1 - _LEAST))
+
+
+def _stretched(found: ScoreForecast, stretch: Stretch) -> ScoreForecast:
+    if stretch == UNSTRETCHED:
+        return found
+    low, high = (
+        found.value * (bound / found.value) ** factor
+        for bound, factor in zip((found.low, found.high), stretch, strict=True)
+    )
+    reason = f"runs left out lie {max(stretch):.2g} times as far from their forecasts as these tell: the interval is as much wider"
+    return replace(found, low=low, high=high, reasons=(*found.reasons, *([reason] if max(stretch) > DOUBTFUL else [])))
+
+
+def _towards(target: float, middle: float, stretch: Stretch) -> float:
+    """Return the target whose probability without the stretch is that of this target with it."""
+    return float(middle * (target / middle) ** (1 / stretch[target > middle]))
