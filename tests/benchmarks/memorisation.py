@@ -1,6 +1,6 @@
 """Forecasts of the memorised share of a full run's training text, by the times that it was read, against measured shares.
 
-The text is the standard library's source with planted sentences of random words, each of which occurs 1 to 512 times. A ladder of four
+The text is the standard library's source with planted sentences of random words, each of which occurs 1 to 2,048 times. A ladder of four
 widths is measured, and the shares of a wider and longer run are forecast and registered before it begins, for three seeds.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.memorisation [--seeds 0 1 2] [--folder runs/benchmarks/memorisation]
@@ -21,7 +21,7 @@ import pandas as pd
 from muscale import Study
 from muscale.actors.cluster import staying_cluster
 
-N_SOURCE, N_EACH, MOST_COPIES, N_WORDS = 3_000_000, 150_000, 512, 24
+N_SOURCE, N_EACH, MOST_COPIES, N_WORDS = 2_000_000, 300_000, 2048, 24
 """Bytes of source text and of each number of copies, the largest number of copies, and words of a sentence."""
 STUDY = """
 name = "memorisation"
@@ -62,7 +62,6 @@ horizons = [0.5, 1.0]
 
 [ladder]
 stems = [
-  { width = 16, n_tokens = 2_097_152, branches = 2 },
   { width = 32, n_tokens = 2_097_152, branches = 3 },
   { width = 48, n_tokens = 2_097_152, branches = 3 },
   { width = 64, n_tokens = 2_097_152, branches = 3 },

@@ -194,19 +194,22 @@ def memorisation_law(ladder: pd.DataFrame) -> ScoreLaw:
 
 
 def _memorised(ladder: pd.DataFrame, plan: Plan, level: float) -> Iterator[PlannedScore]:
-    """Yield the forecasts of the shares, up to the times read if the most read text of the ladder is read on at the same rate."""
+    """Yield the forecasts of the shares, up to the times read if the most read text of the ladder is read on at the same rate.
+
+    Shares rise from none to most within a few doublings, so runs that memorised nothing don't tell when a larger run will.
+    """
     read = ladder[(ladder["measure"] == MEMORISATION) & (ladder["metric"] == "repetitions")]
     if read.empty:
         return
     most = (read["value"] * max(1.0, plan.n_tokens / read["n_tokens"].max())).max()
     law: ScoreLaw | None
     try:
-        law, why = memorisation_law(ladder), ""
+        law, why = memorisation_law(ladder), "no run of the ladder memorised more than the floor"
     except ScalingError as error:
         law, why = None, str(error)
     for least in (2**power for power in range(math.floor(math.log2(most)) + 1)):
         known = PlannedScore(task=f"{MEMORISATION}, {times_read(least)}", metric=MEMORISED, errors={}, reasons=(why,))
-        if law is None:
+        if law is None or not law.rises:
             yield known
             continue
         found = law.forecast(plan.n_params, math.sqrt(least * (2 * least - 1)), level=level)

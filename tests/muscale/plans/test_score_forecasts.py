@@ -207,3 +207,12 @@ def test_memorised_shares_of_one_run_are_no_law(plan: Plan) -> None:
     scores = forecast_scores(plan, rows[rows["weights"] == rows["weights"].iloc[0]], SETTINGS).scores
     assert scores
     assert all(score.value is None and score.reasons for score in scores)
+
+
+def test_runs_that_memorised_nothing_do_not_tell_when_a_larger_run_will(plan: Plan) -> None:
+    """In a trial, runs of the ladder continued no window, and a run of twice the size seven of eight."""
+    rows = memorisation(plan)
+    rows.loc[rows["metric"] == "memorised", "value"] = 0.0
+    scores = forecast_scores(plan, rows, SETTINGS).scores
+    assert len(scores) == 8
+    assert all(score.value is None and score.reasons for score in scores)
