@@ -1,6 +1,6 @@
 """Forecasts of the memorised share of a full run's training text, by the times that it was read, against measured shares.
 
-The text is the standard library's source with planted sentences of random words, each of which occurs 1 to 2,048 times. A ladder of four
+The text is the standard library's source with planted sentences of random words, which occur 1 to 2,048 times. A ladder of three
 widths is measured, and the shares of a wider and longer run are forecast and registered before it begins, for three seeds.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.memorisation [--seeds 0 1 2] [--folder runs/benchmarks/memorisation]
