@@ -92,7 +92,7 @@ class LikelihoodLaw(JsonResult):
             ahead,
             metric=self.metric,
             value=_score(ahead.value),
-            low=_score(ahead.high),
+            low=0.0 if ahead.high == 1 else _score(ahead.high),
             high=_score(ahead.low),
             method=LIKELIHOOD_LAW,
         )
