@@ -456,8 +456,8 @@ class Study(Result):
         if settings is None:
             raise StageError("evaluate: the study file must have a table [scores], which says what to measure")
         of_ladder = self._ladder_scores(settings)
-        forecasts = registered_scores(plan.key, self.ledger)
-        forecasts = forecasts or in_time(forecast_scores(plan, of_ladder, settings), self.ledger)
+        registered, current = registered_scores(plan.key, self.ledger), forecast_scores(plan, of_ladder, settings)
+        forecasts = registered.with_further(current) if registered else in_time(current, self.ledger)
         if (promoted := promotion.recorded_promotion(self.ledger, plan.key)) is None:
             return forecasts
         trained = promotion.trained_chain(plan, self.config, self._numerics, promoted)

@@ -3,8 +3,9 @@
     loss law          `fit` of the score: a floor and powers of N and D, as for a loss
     likelihood law    exp(−score) as a sigmoid of ln N and ln D: a skill that is being learned lowers the score faster than powers do
 
-Both forecast in the score's unit. On runs that were left out, forecasts may miss by more than their intervals tell, since neither law
-knows when a skill is learned. The interval's side on which they lie is then stretched by that factor, on the scale of ln score.
+Both forecast in the score's unit. The second has no floor: a skill that is learned ends at 0. On runs that were left out, forecasts
+may miss by more than their intervals tell, since neither law knows when a skill is learned. The interval's side on which they lie
+is then stretched by that factor, on the scale of ln score.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
+from scaling.checks import positive
 from scaling.downstream.score_law import ScoreForecast, ScoreLaw, fit_score
 from scaling.fits.fitting import fit
 from scaling.fits.result import ScalingFit
@@ -37,11 +39,13 @@ class LossLaw(JsonResult):
 
     Attributes:
         law: in the score's unit.
+        worst: largest score of the rows. A stretched bound is not above it.
         stretch: factors on the lower and on the upper side of the interval, in ln score.
     """
 
     metric: str
     law: ScalingFit
+    worst: float
     stretch: Stretch = UNSTRETCHED
 
     def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, *, seed: int = 0) -> ScoreForecast:
@@ -60,10 +64,14 @@ class LossLaw(JsonResult):
             reasons=ahead.reasons,
             method=LOSS_LAW,
         )
-        return _stretched(found, self.stretch)
+        return _stretched(found, self.stretch, self.worst)
 
     def probability(self, n_params: float, n_tokens: float, target: float, *, seed: int = 0) -> float:
-        """Probability that one run's score is at most the target; raises the errors of `forecast`."""
+        """Probability that one run's score is at most the target.
+
+        Raises:
+            ValueError: the target is not above 0, or as for `forecast`.
+        """
         del seed
         ahead = self.law.forecast(n_params, n_tokens)
         return ahead.probability(_towards(target, ahead.loss, self.stretch))
@@ -78,11 +86,13 @@ class LikelihoodLaw(JsonResult):
 
     Attributes:
         law: of the likelihood.
+        worst: largest score of the rows. A stretched bound is not above it.
         stretch: factors on the lower and on the upper side of the interval, in ln score.
     """
 
     metric: str
     law: ScoreLaw
+    worst: float
     stretch: Stretch = UNSTRETCHED
 
     def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, *, seed: int = 0) -> ScoreForecast:
@@ -96,10 +106,10 @@ class LikelihoodLaw(JsonResult):
             high=_score(ahead.low),
             method=LIKELIHOOD_LAW,
         )
-        return _stretched(found, self.stretch)
+        return _stretched(found, self.stretch, self.worst)
 
     def probability(self, n_params: float, n_tokens: float, target: float, *, seed: int = 0) -> float:
-        """Probability that one run's score is at most the target; raises the errors of `forecast`."""
+        """Probability that one run's score is at most the target; raises ValueError as `LossLaw.probability` does."""
         middle = _score(self.law.forecast(n_params, n_tokens, seed=seed).value)
         return self.law.probability(n_params, n_tokens, math.exp(-_towards(target, middle, self.stretch)), seed=seed)
 
@@ -121,7 +131,7 @@ def fit_loss_law(
         n_bootstrap=n_bootstrap,
         seed=seed,
     )
-    return LossLaw(metric=metric, law=law)
+    return LossLaw(metric=metric, law=law, worst=float(ends[metric].max()))
 
 
 def fit_likelihood_law(ends: pd.DataFrame, metric: str, *, seed: int) -> LikelihoodLaw:
@@ -130,7 +140,8 @@ def fit_likelihood_law(ends: pd.DataFrame, metric: str, *, seed: int) -> Likelih
     table = ends[["n_params", "n_tokens"]].assign(likelihood=likelihood)
     if "standard_error" in ends:
         table["standard_error"] = likelihood * ends["standard_error"]
-    return LikelihoodLaw(metric=metric, law=fit_score(table, metric="likelihood", seed=seed))
+    law = fit_score(table, metric="likelihood", seed=seed)
+    return LikelihoodLaw(metric=metric, law=law, worst=float(ends[metric].max()))
 
 
 def stretch_of(law: FallingLaw, n_params: Array, n_tokens: Array, score: Array) -> Stretch:
@@ -150,17 +161,17 @@ def _score(likelihood: float) -> float:
     return -math.log(min(max(likelihood, _LEAST), 1 - _LEAST))
 
 
-def _stretched(found: ScoreForecast, stretch: Stretch) -> ScoreForecast:
+def _stretched(found: ScoreForecast, stretch: Stretch, worst: float) -> ScoreForecast:
     if stretch == UNSTRETCHED:
         return found
-    low, high = (
-        found.value * (bound / found.value) ** factor
-        for bound, factor in zip((found.low, found.high), stretch, strict=True)
-    )
-    reason = f"runs left out lie {max(stretch):.2g} times as far from their forecasts as these tell: the interval is as much wider"
-    return replace(found, low=low, high=high, reasons=(*found.reasons, *([reason] if max(stretch) > DOUBTFUL else [])))
+    below, above = (math.log(max(bound, _LEAST) / found.value) for bound in (found.low, found.high))
+    most = max(above, math.log(worst / found.value))
+    low, high = found.value * math.exp(stretch[0] * below), found.value * math.exp(min(stretch[1] * above, most))
+    missed = f"on runs left out the {found.method} misses by {max(stretch):.2g} standard deviations: the interval is stretched by them"
+    return replace(found, low=low, high=high, reasons=(*found.reasons, *([missed] if max(stretch) > DOUBTFUL else [])))
 
 
 def _towards(target: float, middle: float, stretch: Stretch) -> float:
     """Return the target whose probability without the stretch is that of this target with it."""
-    return float(middle * (target / middle) ** (1 / stretch[target > middle]))
+    below, above = stretch
+    return float(middle * (positive("target", target) / middle) ** (1 / (above if target > middle else below)))

@@ -215,7 +215,9 @@ class ScoreLaw(FittedResult):
     def _reasons(self, compute: float, family: str | None) -> list[str]:
         reasons = list(self.warnings)
         if compute > self.largest + FAR:
-            reasons.append(f"N·D is {math.exp(compute - self.largest):.3g} times the largest row's")
+            reasons.append(
+                f"the product of its sizes is {math.exp(compute - self.largest):.3g} times the largest row's"
+            )
         if family is None and 1 < len(self.families) < MIN_FAMILIES:
             reasons.append(f"a new family, and only {len(self.families)} families tell how much families differ")
         return reasons

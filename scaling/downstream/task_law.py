@@ -94,18 +94,22 @@ class TaskLaw(FittedResult):
         found = {
             name: law.forecast(n_params, n_tokens, level=level, seed=seed) for name, law in self._comparable.items()
         }
-        value, reasons = found[self.method].value, found[self.method].reasons
+        chosen = found[self.method]
         low, high = min(each.low for each in found.values()), max(each.high for each in found.values())
+        bounding = (
+            name for name, each in found.items() if each is not chosen and (each.low == low or each.high == high)
+        )
+        others = (f"{name}: {reason}" for name in bounding for reason in found[name].reasons)
         return ScoreForecast(
             metric=self.metric,
             n_params=float(n_params),
             n_tokens=float(n_tokens),
             family="",
-            value=value,
+            value=chosen.value,
             low=low,
             high=high,
             level=level,
-            reasons=(*self.warnings, *reasons, *self._at_chance(n_params, n_tokens)),
+            reasons=(*self.warnings, *chosen.reasons, *others, *self._at_chance(n_params, n_tokens)),
             method=self.method,
             errors=self.errors,
         )

@@ -93,6 +93,14 @@ class ScoreForecasts(Recorded):
         found = named.drop_duplicates(["name", "metric"], keep="last").set_index(["name", "metric"])
         return replace(self, scores=tuple(_measured(score, found) for score in self.scores))
 
+    def with_further(self, current: ScoreForecasts) -> ScoreForecasts:
+        """Add scores that are measured only since these were registered, without a forecast."""
+        known = {(score.task, score.metric) for score in self.scores}
+        why = "the scores of this plan were registered before this one was measured"
+        further = (s for s in current.scores if (s.task, s.metric) not in known)
+        late = (PlannedScore(task=s.task, metric=s.metric, errors={}, reasons=(why,)) for s in further)
+        return replace(self, scores=(*self.scores, *late))
+
     @property
     def table(self) -> pd.DataFrame:
         """One row per score."""
@@ -155,7 +163,7 @@ def task_laws(
                     loss_unit="bits per byte",
                     min_ratio=settings.least_signal_to_noise,
                 )
-            except (ScalingError, TooFewRunsError) as error:
+            except (ScalingError, TooFewRunsError, ValueError) as error:
                 law = str(error)
             yield str(task), str(metric), law
 
@@ -204,8 +212,8 @@ def _memorised(ladder: pd.DataFrame, plan: Plan, level: float) -> Iterator[Plann
     most = (read["value"] * max(1.0, plan.n_tokens / read["n_tokens"].max())).max()
     law: ScoreLaw | None
     try:
-        law, why = memorisation_law(ladder), "no run of the ladder memorised more than the floor"
-    except ScalingError as error:
+        law, why = memorisation_law(ladder), "no share of the ladder is clearly above the floor"
+    except (ScalingError, ValueError) as error:
         law, why = None, str(error)
     for least in (2**power for power in range(math.floor(math.log2(most)) + 1)):
         known = PlannedScore(task=f"{MEMORISATION}, {times_read(least)}", metric=MEMORISED, errors={}, reasons=(why,))

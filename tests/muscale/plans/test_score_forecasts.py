@@ -111,6 +111,25 @@ def test_what_is_registered_stays_and_is_read_back(forecasts: ScoreForecasts, le
     assert ScoreForecasts.from_dict(json.loads(json.dumps(forecasts.to_dict()))) == forecasts
 
 
+def test_a_score_that_is_measured_later_joins_the_registered_ones_without_a_forecast(forecasts: ScoreForecasts) -> None:
+    registered = replace(forecasts, scores=forecasts.scores[:1])
+    shown = registered.with_further(forecasts)
+    assert shown.scores[0] == forecasts.scores[0]
+    assert [(score.task, score.metric) for score in shown.scores] == [(s.task, s.metric) for s in forecasts.scores]
+    assert shown.scores[1].value is None
+    assert shown.scores[1].reasons
+
+
+def test_a_score_of_0_is_a_reason_not_an_error(plan: Plan) -> None:
+    """No law of a loss passes through 0."""
+    rows = ladder()
+    rows.loc[rows["metric"] == "bits_per_byte", "value"] = 0.0
+    found = {score.metric: score for score in forecast_scores(plan, rows, SETTINGS).scores}
+    assert found["bits_per_byte"].value is None
+    assert found["bits_per_byte"].reasons
+    assert found["accuracy"].metric == "accuracy"
+
+
 def test_nothing_is_forecast_once_the_run_has_begun(forecasts: ScoreForecasts, ledger: Ledger) -> None:
     assert in_time(forecasts, ledger) == forecasts
     ledger.record_result(ResultKind.PROMOTION_STARTED, forecasts.plan, {"at": "2026-01-01"})

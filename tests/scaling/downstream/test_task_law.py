@@ -158,12 +158,21 @@ def test_an_interval_is_stretched_to_the_side_on_which_left_out_runs_lie(like_a_
     assert math.log(wider.low / usual.value) == pytest.approx(4 * math.log(usual.low / usual.value))
     assert len(wider.reasons) == len(usual.reasons) + 1
     assert replace(law, stretch=(4.0, 1.0)).probability(*size, wider.low) == pytest.approx(0.05, abs=1e-6)
+    far = replace(law, stretch=(1.0, 1e6)).forecast(*size)
+    assert far.high == pytest.approx(max(usual.high, law.worst))
     n, d = np.array([1e9, 1e9]), np.array([1e10, 2e10])
     losses = np.asarray(planted.loss(n, d)) / 3
     assert stretch_of(law, n, d, losses) == (1.0, 1.0)
     low, high = stretch_of(law, n, d, losses / 2)
     assert low > 5
     assert high == 1
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, math.nan])
+def test_a_target_of_a_falling_score_is_above_0(like_a_loss: TaskLaw, target: float) -> None:
+    assert like_a_loss.probability(1e9, 2e10, np.float64(0.7)) == like_a_loss.probability(1e9, 2e10, 0.7)
+    with pytest.raises(ValueError, match="target"):
+        like_a_loss.probability(1e9, 2e10, target)
 
 
 def test_a_score_at_chance_is_reported_with_the_size_at_which_it_is_expected_to_rise(
