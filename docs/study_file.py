@@ -29,7 +29,7 @@ SEE = {
     "corpus.stages": "mixtures.md",
     "model": "models.md",
     "hyperparameters": "models.md",
-    "check": "models.md",
+    "check": "own_model.md#the-class",
     "sweep": "searching.md",
     "transfer": "searching.md#the-transfer-check",
     "ladder": "searching.md#the-ladder",
@@ -46,9 +46,18 @@ SEE = {
     "storage": "cluster.md#storage",
     "tracking": "tracking.md",
 }
+NOTES = {
+    "model": "These are the keys of the built-in decoder. `family` names a custom class or a configuration of transformers instead, "
+    "and `args` its settings ([own_model.md](own_model.md)). In a study with [trainer], [model] has d_model and n_layers alone.",
+    "hyperparameters": "An entry of `stages` has `after`, the share of the tokens before the cooldown at which it begins, and new "
+    "values: `learning_rate` as a factor on the run's rate, `weight_decay_tau`, `beta1`, `beta2`, `clip_norm`, `embedding_rate` or "
+    "`output_rate`.",
+    "compare.stems": "`branches` only sets the length at which the rate is tuned.",
+}
 HEAD = """# All keys of a study file
 
-`muscale init` writes a study file to begin with, with comments on the keys that most studies need. This page lists all keys.
+`muscale init` writes a study file to begin with, with comments on the keys that most studies need. This page lists all keys;
+those of custom models and training programs are in [own_model.md](own_model.md) and [own_trainer.md](own_trainer.md).
 A key that does not exist, or a value that breaks a rule, is refused with file, key, rule and value. `--set table.key=value`
 changes a key for one command. A default of "–" means that the key is not set.
 
@@ -80,13 +89,18 @@ def _section(table: type[Any], path: str) -> Iterator[str]:
     for name, hint, default, meaning in _keys(table):
         below = f"{path}.{name}" if path else name
         if found := BUILT.get(below) or _table_in(hint):
-            inner.append((found, below, get_origin(hint)))
+            inner.append((found, below, hint, default, meaning))
         else:
             rows.append(f"| `{name}` | {_kind(hint)} | {_default(default)} | {_escaped(meaning)} |")
     if rows:
         yield from ["| key | value | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
-    for found, below, holder in inner:
+    for found, below, hint, default, meaning in inner:
+        holder = get_origin(hint)
         yield {tuple: f"## [[{below}]]\n", dict: f"## [{below}.NAME]\n"}.get(holder, f"## [{below}]\n")
+        needed = ["Required."] if default is ... else ["Off without this table."] if default is None else []
+        said_of = [f"{meaning[0].upper()}{_escaped(meaning[1:])}."] if meaning else []
+        if said := " ".join([*needed, *said_of, *([NOTES[below]] if below in NOTES else [])]):
+            yield f"{said}\n"
         yield from _section(found, below)
 
 
@@ -158,7 +172,7 @@ def _kind(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"list of {_kind(get_args(hint)[0])}"
     if isinstance(get_origin(hint), type):
-        return "table"
+        return f"table of {_kind(get_args(hint)[1])}" if get_args(hint)[1] is not Any else "table"
     return WORDS.get(hint, "table")
 
 
@@ -191,7 +205,8 @@ def _default(value: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").strip()
+    """Return a meaning as a cell of Markdown."""
+    return re.sub(r"\b[Nn]one: ", "not set: ", text).replace("|", "\\|").strip()
 
 
 if __name__ == "__main__":

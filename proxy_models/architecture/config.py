@@ -43,20 +43,21 @@ class ModelConfig(Member):
         positions: "rotary", "learned" (absolute, added to the embedding), "alibi", or "none".
         rotary_fraction: Share of each head that is rotated; GPT-NeoX rotates .25 (arXiv 2204.06745, section 2.1).
         rope_theta: Base of the rotary wavelengths, 10,000 in arXiv 2104.09864, section 3.2.2; longer contexts need a larger base,
-            Llama 3 has 500,000 (arXiv 2407.21783, section 3.2). The default is neither written to files nor part of a key.
+            Llama 3 has 500,000 (arXiv 2407.21783, section 3.2). Left out of files and hashes at its default.
         parallel: Attention and MLP read the same norm and are added together (Chowdhery et al., arXiv 2204.02311,
             section 2) instead of one after the other.
         tied: The readout is the embedding table.
         biases: True for biases of all matrices but the readout and those of experts, and of LayerNorm.
-        attention_dropout, mlp_dropout, embedding_dropout: Probabilities of dropping an attention weight, an output of the
-            MLP, and an entry of the embedded input.
+        attention_dropout: Probability of dropping an attention weight.
+        mlp_dropout: Probability of dropping an output of the MLP.
+        embedding_dropout: Probability of dropping an entry of the embedded input.
         stochastic_depth: Probability that the last block is skipped for a sequence. The probability rises linearly from 0 at
             the first block, so a single block drops nothing (Huang et al., arXiv 1603.09382).
         label_smoothing: Share of the target spread over all tokens; in the training loss only.
         z_loss: Weight of log²Z in the training loss (arXiv 2204.02311, section 5).
         document_separator: Id of the token that closes documents. Attention then stays within a document, which begins with the
-            token that closes the previous document; None: attention reaches over the whole sequence. As for `rope_theta`, the
-            default is neither written to files nor part of a key.
+            token that closes the previous document; None: attention reaches over the whole sequence. Left out as
+            `rope_theta` is.
         attention_window: Tokens that a position attends to, itself included (Jiang et al., arXiv 2310.06825, section 2), as
             `sliding_window` of transformers counts them; None, or at least the length of the sequence: all tokens so far. It is the
             same at every width and depth, so a proxy whose context is not longer than the window trains without it. The default is
@@ -76,7 +77,9 @@ class ModelConfig(Member):
         balance_rate: Step by which the bias on each expert's score moves towards equal loads (arXiv 2408.15664); 0: no bias moves.
         balance_loss: Weight of the loss that balances loads (Fedus et al., arXiv 2101.03961, eq. 4), computed over each pass.
         router_z_loss: Weight of the mean squared log-sum-exp of the router's logits (Zoph et al., arXiv 2202.08906, eq. 5).
-        expert_scheme: Rule for experts: `proxy_models.architecture.parametrization` describes them.
+        expert_scheme: How gates and initial values change with the experts (`proxy_models.architecture.parametrization`): "fan_in":
+            gates of sum 1, each expert as an MLP of its width; "mean_field": also, with last matrices that grow as experts
+            get narrower; "sqrt_gate": square roots of the gates, so that the sum keeps its variance.
     """
 
     head_dim: int = 16

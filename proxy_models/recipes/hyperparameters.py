@@ -39,7 +39,7 @@ class Hyperparameters(Serializable):
         learning_rate: Peak rate at the base shape.
         init_scale: Factor on every initial standard deviation of the parametrization's table.
         zero_readout: True to start an untied readout at zero instead (Tensor Programs V, arXiv 2203.03466, section D.2).
-        weight_decay_tau: Timescale of AdamW's weight average as a fraction of the run, B / (eta·lambda·D)
+        weight_decay_tau: Timescale of the weights' average as a fraction of the run, B / (eta·lambda·D)
             (Wang and Aitchison, arXiv 2405.13698; Bergsma et al., arXiv 2505.13738). "adam" does not decay; under "lamb" this sets
             lambda alone, since the ratio of norms multiplies the speed of decay.
         batch_tokens: Tokens per optimizer step, over all devices, after the ramp.
@@ -52,15 +52,20 @@ class Hyperparameters(Serializable):
             `step_factor` at each of `milestones`; "inverse_sqrt": 1/√tokens, then linear to zero; "cosine_cycles": `cycles` cosines.
         cooldown_fraction: Share of the run that cools down, under "wsd", "wsd_linear" and "inverse_sqrt".
         final_fraction: Factor on the rate at the end of "cosine", "exponential" and of each cycle; 0 anneals to zero.
-        milestones, step_factor: Fractions of the run at which "step" multiplies the rate by `step_factor` (both default to DeepSeek
-            LLM's, arXiv 2401.02954, section 2.3: 31.6 % after 80 %, 10 % after 90 %).
+        milestones: Fractions of the run at which "step" multiplies the rate (both default to DeepSeek LLM's, arXiv 2401.02954,
+            section 2.3: 31.6 % after 80 %, 10 % after 90 %).
+        step_factor: Factor on the rate at each of `milestones`.
         cycles: Number of equal cycles of "cosine_cycles"; each warms up.
         optimizer: Any optimizer that the parametrization has rules for.
-        beta1, beta2, eps: Settings of Adam, AdamW, LAMB and SOAP, also of the AdamW next to Muon; Lion uses the betas, Adafactor none.
+        beta1: Decay of the first moment of Adam, AdamW, LAMB and SOAP, also of the AdamW next to Muon, and of Lion.
+        beta2: Decay of their second moment.
+        eps: Term of their denominator; Lion and Adafactor have none.
         clip_norm: Global gradient norm above which gradients are scaled down.
-        embedding_multiplier, output_multiplier, attention_multiplier: Factors on the forward multipliers.
-        embedding_rate, output_rate: Factors on the rate of the embedding tables and of the readout; a tied table uses the
-            readout's.
+        embedding_multiplier: Factor on the embedding's forward multiplier.
+        output_multiplier: Factor on the readout's forward multiplier.
+        attention_multiplier: Factor on the scale of attention's logits.
+        embedding_rate: Factor on the rate of the embedding tables.
+        output_rate: Factor on the rate of the readout, or of a tied table.
         swap_optimizer: Optimizer that takes over during the run, with new moments and another warmup; None: no swap. The
             timescale of the decay stays, and so do all other values.
         swap_fraction: Share of the run's tokens before the swap.

@@ -39,15 +39,15 @@ class LineDuplicatesSettings(StrictTable):
 class HeuristicsSettings(StrictTable):
     """[corpus.clean.heuristics]: documents that break a rule are removed; the defaults are Gopher's."""
 
-    min_words: PositiveInt = 50  # of a document
-    max_words: PositiveInt = 100_000  # likewise
-    min_word_length: Annotated[float, Field(ge=0)] = 3.0  # mean of a document
-    max_word_length: Annotated[float, Field(gt=0)] = 10.0  # likewise
-    max_symbols: Annotated[float, Field(ge=0)] = 0.1  # hash signs, or ellipses, per word
-    max_bullets: Share = 0.9  # lines that begin with a bullet point
-    max_ellipses: Share = 0.3  # lines that end with an ellipsis
-    min_alphabetic: Share = 0.8  # words with a letter
-    min_stop_words: Annotated[int, Field(ge=0)] = 2  # of the language's list
+    min_words: PositiveInt = 50  # smallest number of words of a document
+    max_words: PositiveInt = 100_000  # largest number
+    min_word_length: Annotated[float, Field(ge=0)] = 3.0  # smallest mean length of a document's words
+    max_word_length: Annotated[float, Field(gt=0)] = 10.0  # largest mean length
+    max_symbols: Annotated[float, Field(ge=0)] = 0.1  # largest number of hash signs, or of ellipses, per word
+    max_bullets: Share = 0.9  # largest share of lines that begin with a bullet point
+    max_ellipses: Share = 0.3  # largest share of lines that end with an ellipsis
+    min_alphabetic: Share = 0.8  # smallest share of words with a letter
+    min_stop_words: Annotated[int, Field(ge=0)] = 2  # smallest number of different words of the list
     stop_words: StopWords = "en"  # "none" for text without stop words, such as code
     repetition: bool = True  # remove documents that repeat themselves
 
@@ -63,7 +63,7 @@ class QualitySettings(StrictTable):
 
 
 class CleanSettings(StrictTable):
-    """[corpus.clean]: steps in the order in which they run; each is off by default. Without a step nothing is cleaned."""
+    """[corpus.clean]: steps in the order exact_duplicates, line_duplicates, languages, heuristics, near_duplicates, quality, leaks."""
 
     exact_duplicates: DuplicateScope = "none"  # of whole documents; "source": within each source, "global": over all
     line_duplicates: LineDuplicatesSettings | None = None

@@ -34,12 +34,12 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class FileSettings(StrictTable):
     """Keys that say how the files of a source are read; in [corpus] and in [corpus.sources.NAME]."""
 
-    kind: Kind = "text"  # of files; "cleaned" is a folder that `muscale corpus` wrote
+    kind: Kind = "text"  # format of the files; "cleaned": a folder that `muscale data clean` wrote
     field: str = "text"  # key of JSON, or column of a table, that holds the text
     prompt_field: str | None = None  # text before that of `field`, which alone then counts in the loss
     messages_field: str | None = None  # a chat instead of `field`; the assistant's messages count in the loss
-    dtype: TokenDtype | None = None  # for kind "tokens"; none: the files or their indices state it
-    vocab_size: PositiveInt | None = None  # for kind "tokens"
+    dtype: TokenDtype | None = None  # for kind "tokens" alone; none: the files or their indices state it
+    vocab_size: PositiveInt | None = None  # for kind "tokens", which needs it
     encoding: str | None = None  # for text and CSV; none: UTF-8, or detected
     on_error: OnError = "stop"  # "skip" leaves out files that can't be read, and counts them
     language: str | None = None  # shown next to the tokens per word
@@ -61,7 +61,9 @@ class StageSettings(StrictTable):
 
     weights: dict[str, Weight] = Field(min_length=1)  # of the sources, by name
     until_tokens: PositiveInt | None = None  # tokens of a run at which the stage ends
-    until_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # of each run; in all stages or in none
+    until_fraction: Annotated[float, Field(gt=0, lt=1)] | None = (
+        None  # share of each run at which the stage ends; in all stages but the last, or in none
+    )
 
 
 class CorpusSettings(FileSettings):
@@ -73,9 +75,11 @@ class CorpusSettings(FileSettings):
     # "bytes"; or "bpe" or "unigram", trained to model.vocab_size ids; or a tokenizer.json or SentencePiece .model, relative to the
     # study file
     tokenizer: str = "bytes"
-    end_of_document: str | None = None  # token of such a file that closes documents
+    end_of_document: str | None = (
+        None  # for such a file: the token that closes documents; none: its own, or its only usual name
+    )
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the text, held out
-    evaluation_tokens: PositiveInt = 32_768  # held out, the same for every run of the study
+    evaluation_tokens: PositiveInt = 32_768  # held-out tokens on which every loss is measured
     # share of held-out words in documents that the training text also holds, beyond which the gate closes (assumed)
     most_leaked: Annotated[float, Field(ge=0, le=1)] = 0.02
     clean: CleanSettings | None = None  # what is removed from the text before it is tokenized

@@ -57,7 +57,7 @@ class PlanSettings(StrictTable):
     gpu_hours: PositiveFloat | None = None  # of plan.accelerator
     dollars: PositiveFloat | None = None  # at dollars_per_hour
     days: PositiveFloat | None = None  # on n_devices
-    # a name of scaling.ACCELERATORS; with compute_flops it only converts to hours and dollars
+    # a name of scaling.ACCELERATORS: converts budgets, and is the device for memory, step time and "auto" layouts
     accelerator: str | None = None
     n_devices: PositiveInt | None = None  # for durations
     mfu: Annotated[float, Field(gt=0, le=1)] | None = None  # share of the peak; replaces the accelerator's value

@@ -51,15 +51,17 @@ class SpikePolicy:
 class PromoteSettings(StrictTable):
     """[promote]: how the full run is trained."""
 
-    workers: PositiveInt = 2  # ranks; on a cluster with GPUs one GPU each
+    workers: PositiveInt = 2  # ranks; each has resources.cpus_per_worker, and one GPU if gpus_per_worker is above 0
     # smallest number of workers, used in whole groups while the cluster has no room for all; none: all or nothing
     workers_min: PositiveInt | None = None
     precision: Precision | None = None  # none: numerics.precision of the study
     checkpoint_every_tokens: PositiveInt | None = None  # none: derived from the run, as for evaluations
-    checkpoint_every_minutes: PositiveFloat | None = None  # whichever comes first; none with tokens given: not by time
+    checkpoint_every_minutes: PositiveFloat | None = (
+        None  # whichever comes first; none: not by time if tokens are given
+    )
     keep_last: PositiveInt = 2  # checkpoints
     keep_every_tokens: PositiveInt | None = None  # also keep one checkpoint for each so many tokens, forever
-    evaluate_every_tokens: PositiveInt | None = None  # none: derived from the run
+    evaluate_every_tokens: PositiveInt | None = None  # for "sync"; none: derived from the run
     # "sync" pauses training; "async" evaluates each newest checkpoint in a Ray task, by [scores] too
     evaluation: Literal["sync", "async"] = "sync"
     evaluator_cpus: Annotated[float, Field(gt=0)] = 1.0  # reserved for "async" before the workers get theirs
@@ -75,8 +77,8 @@ class PromoteSettings(StrictTable):
     )
     spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after a rollback
     rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # length of the rate's warmup after a rollback
-    # Sharded parts over the workers; "hybrid" shards inside a node and replicates over nodes. Here and in the other keys of
-    # LAYOUT "auto" takes the layout with the best predicted step among those that fit; needs plan.accelerator.
+    # "none": every worker has all weights; "zero2": gradients and moments are sharded; "full": weights too; "hybrid": inside a node,
+    # with replicas over nodes. "auto", also below, takes the layout with the best predicted step, for plan.accelerator.
     sharding: Sharding | Literal["auto"] = "full"
     shard_ranks: PositiveInt | None = None  # for "hybrid": workers that hold one copy of the model; none: a node's
     tensor_parallel: PositiveInt | Literal["auto"] = 1  # neighbouring workers that share every product of the blocks
@@ -89,7 +91,7 @@ class PromoteSettings(StrictTable):
     activation_checkpointing: Checkpointing | Literal["auto"] = "none"
     micro_batch: PositiveInt | None = None  # sequences per pass on a worker; none: its share, on a GPU what fits of it
     compile: Compile | None = None  # for each block; none: resources.compile, or "auto" on GPUs if that is off
-    # until all workers have joined; also for their joint operations other than steps
+    # until all workers have joined; also for the first step, which compiles, and for exchanges outside steps
     start_timeout_minutes: PositiveFloat = 30.0
     step_timeout_minutes: PositiveFloat = 10.0  # for a step's collectives, after the first step
     # "first:last": steps that each worker traces

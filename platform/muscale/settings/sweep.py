@@ -34,7 +34,9 @@ class SweepSettings(StrictTable):
 
     trials: PositiveInt  # all suggestions; under a population the members of the population
     n_tokens: PositiveInt  # tokens of a trial that is not stopped, including its cooldown
-    searcher: SearcherName | TuneName = "auto"  # across_scales if the ledger knows other sizes or lengths, else tpe
+    searcher: SearcherName | TuneName = (
+        "auto"  # populations: quasi_random; others: across_scales with 5 runs of other scales, else tpe
+    )
     scheduler: SchedulerName | TuneName = "asha"  # which trials go on at a rung, or are copied (populations)
     tune: Mapping[str, Any] = Field(default_factory=dict)  # arguments of Ray Tune's methods
     rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = (
@@ -42,9 +44,11 @@ class SweepSettings(StrictTable):
     )
     # ratio of tokens between rungs, and of trials to survivors
     reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO, le=MOST_REDUCTION)] = 2.0
-    rank_by: RankBy = "averaged"  # weights averaged before a rung, at no extra tokens; above 6 generations "stable"
+    # weights whose loss ranks trials: "averaged" before a rung (at most 6 generations), "stable": the last, "annealed": after a
+    # cooldown at every rung, "mid_decay": the last under a schedule that decays all the way
+    rank_by: RankBy = "averaged"
     schedule: ScheduleName | None = None  # of the search, if it differs from the full run's
-    top_k: PositiveInt = 3  # trials of each rung that get an annealed branch besides the survivors
+    top_k: PositiveInt = 3  # best trials of each rung, which get an annealed branch as those do that advance
     n_finalists: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
     n_seeds: NonNegativeInt = 3  # seeds of each finalist, all different from the search's
     share: Annotated[float, Field(gt=0, le=0.5)] = (

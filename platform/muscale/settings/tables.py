@@ -47,7 +47,7 @@ class LadderSettings(StrictTable):
 
     stems: tuple[Stem, ...] = Field(min_length=1)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)  # of weights and data order; every stem runs with each
-    # branches of each run with smaller shares of their tokens in the corpus's last stage, for forecasts of a later swap
+    # branches of each run with smaller shares of their tokens in the corpus's last stage, for forecasts of a later start of that stage
     stage_branches: Annotated[int, Field(ge=0, le=20)] = 0
 
 
@@ -61,7 +61,7 @@ class FitSettings(StrictTable):
 
 
 class ResourceSettings(StrictTable):
-    """[resources]: resources that searches may use at once."""
+    """[resources]: what one worker of a search or a full run gets, and the number of trainings at a time."""
 
     workers: PositiveInt = 2  # trainings at a time
     # ranks over which FSDP2 shards each training; each rank gets the CPUs and GPUs of the next two keys
@@ -119,7 +119,9 @@ class StorageSettings(StrictTable):
 
     # "sqlite" for one machine, "actor" for a permanent head, "postgresql" for temporary heads and several clusters
     ledger: Literal["sqlite", "actor", "postgresql"] = "sqlite"
-    path: str | None = None  # for "actor": an SQLite file on a local disk of the machine that begins the study
+    path: str | None = (
+        None  # for "actor": absolute path of an SQLite file, on a local disk of the machine that begins the study
+    )
 
     @pydantic.model_validator(mode="after")
     def _path_fits(self) -> Self:

@@ -50,13 +50,13 @@ class TransferSettings(StrictTable):
     # likewise, by n_experts / experts_per_token, which stays; a law of experts counts total over active parameters instead
     sparsities: tuple[PositiveFloat, ...] = ()
     n_tokens: PositiveInt  # of a run at horizon 1
-    rates: Annotated[int, Field(ge=5)] = 7  # of a grid
+    rates: Annotated[int, Field(ge=5)] = 7  # number of rates of a grid
     octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
     # in units of n_tokens; those above 1 serve the horizon law, at the smallest width alone
     horizons: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] = (0.25, 0.5, 1.0)
     wide_horizon: WideHorizon | None = None  # gives the horizon law a second width; both widths share its exponent
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)  # every grid is trained with each
-    # each varied alone, at each width and the longest horizon
+    # each hyperparameter is varied alone, at each width and the longest horizon of at most 1
     over: dict[str, OverSettings] = Field(default_factory=dict)
     batches: tuple[PositiveInt, ...] = ()  # in tokens; each gets a rate grid at every horizon on the smallest width
 
