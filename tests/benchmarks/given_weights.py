@@ -6,7 +6,7 @@ The weights come from the standard library's source: bundles of three full runs 
 trained by a plain loop. From each, a study of its own continues on the headers of torch: a sweep of the rate, the rate's law in the
 tokens, runs of four lengths up to 524,288 tokens, their law of one size, and a full run of four times the longest, whose forecast is
 registered before it begins. "no change" is the loss of the longest run of the ladder. The same command continues; `--report` only
-prints the table. Half an hour on two cores.
+prints the table. An hour and a half on two cores.
 """
 
 from __future__ import annotations

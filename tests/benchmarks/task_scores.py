@@ -3,7 +3,7 @@
 Every run of the ladder is scored at five checkpoints, with three seeds. The full run's scores are forecast and registered before it
 starts, then measured, for three seeds.
 
-    python tests/benchmarks/task_scores.py [--folder runs/benchmarks/task_scores]     # half an hour on two cores
+    python tests/benchmarks/task_scores.py [--folder runs/benchmarks/task_scores]     # an hour on two cores
 """
 
 from __future__ import annotations
