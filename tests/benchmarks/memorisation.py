@@ -5,7 +5,7 @@ widths is measured, and the shares of a wider and longer run are forecast and re
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.memorisation [--seeds 0 1 2] [--folder runs/benchmarks/memorisation]
 
-The same command continues an interrupted study. A quarter of an hour on two cores.
+The same command continues an interrupted study. Half an hour on two cores.
 """
 
 from __future__ import annotations
