@@ -30,9 +30,8 @@ _Changed = TypeVar("_Changed", Member, Hyperparameters)
 class VariantSettings(StrictTable):
     """[variants.NAME]: changes to the study. An empty table is a second baseline, which no verdict should favour."""
 
-    model: dict[str, Any] = Field(
-        default_factory=dict
-    )  # changed keys of [model]; for a custom family also family, and args of its class
+    # changed keys of [model]; for a custom family also family, and args of its class
+    model: dict[str, Any] = Field(default_factory=dict)
     trainer: dict[str, Any] = Field(default_factory=dict)  # keys of [trainer], if the study has one
     hyperparameters: dict[str, Any] = Field(default_factory=dict)  # learning_rate: centre of the variant's rate grid
     corpus: dict[str, Any] = Field(default_factory=dict)  # keys of [corpus]; evaluated on the study's held-out text
@@ -79,12 +78,10 @@ class CompareSettings(StrictTable):
     stems: tuple[Stem, ...] = ()  # each annealed once, at its end; none: those of [ladder]
     # seeds of weights and data order, paired with the study's
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0, 1)
-    target_flops: PositiveFloat | None = (
-        None  # of the run that is decided on; none: the plan's, with one size the largest run's
-    )
-    worth: Annotated[float, Field(ge=0, allow_inf_nan=False)] = (
-        WORTH  # least gain in compute, as a share, that is worth a change
-    )
+    # of the run that is decided on; none: the plan's, with one size the largest run's
+    target_flops: PositiveFloat | None = None
+    # least gain in compute, as a share, that is worth a change
+    worth: Annotated[float, Field(ge=0, allow_inf_nan=False)] = WORTH
     error: Annotated[float, Field(gt=0, lt=1)] = ERROR  # probability that any promotion is wrong; or any rejection
 
     @pydantic.field_validator("seeds", "widths")

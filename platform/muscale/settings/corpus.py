@@ -61,9 +61,8 @@ class StageSettings(StrictTable):
 
     weights: dict[str, Weight] = Field(min_length=1)  # of the sources, by name
     until_tokens: PositiveInt | None = None  # tokens of a run at which the stage ends
-    until_fraction: Annotated[float, Field(gt=0, lt=1)] | None = (
-        None  # share of each run at which the stage ends; in all stages but the last, or in none
-    )
+    # share of each run at which the stage ends; in all stages but the last, or in none
+    until_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
 class CorpusSettings(FileSettings):
@@ -75,9 +74,8 @@ class CorpusSettings(FileSettings):
     # "bytes"; or "bpe" or "unigram", trained to model.vocab_size ids; or a tokenizer.json or SentencePiece .model, relative to the
     # study file
     tokenizer: str = "bytes"
-    end_of_document: str | None = (
-        None  # for such a file: the token that closes documents; none: its own, or its only usual name
-    )
+    # for such a file: the token that closes documents; none: its own, or its only usual name
+    end_of_document: str | None = None
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the text, held out
     evaluation_tokens: PositiveInt = 32_768  # held-out tokens on which every loss is measured
     # share of held-out words in documents that the training text also holds, beyond which the gate closes (assumed)

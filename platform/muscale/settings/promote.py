@@ -56,9 +56,8 @@ class PromoteSettings(StrictTable):
     workers_min: PositiveInt | None = None
     precision: Precision | None = None  # none: numerics.precision of the study
     checkpoint_every_tokens: PositiveInt | None = None  # none: derived from the run, as for evaluations
-    checkpoint_every_minutes: PositiveFloat | None = (
-        None  # whichever comes first; none: not by time if tokens are given
-    )
+    # whichever comes first; none: not by time if tokens are given
+    checkpoint_every_minutes: PositiveFloat | None = None
     keep_last: PositiveInt = 2  # checkpoints
     keep_every_tokens: PositiveInt | None = None  # also keep one checkpoint for each so many tokens, forever
     evaluate_every_tokens: PositiveInt | None = None  # for "sync"; none: derived from the run
@@ -72,9 +71,8 @@ class PromoteSettings(StrictTable):
     # checkpoint
     on_spike: Literal["stop", "skip", "rollback"] = "stop"
     spike_threshold: PositiveFloat = 10.0  # robust standard deviations above the median of the last 128 steps
-    max_interventions: Annotated[int, Field(ge=0)] = (
-        3  # skips and rollbacks of a run; a further spike ends it as diverged
-    )
+    # skips and rollbacks of a run; a further spike ends it as diverged
+    max_interventions: Annotated[int, Field(ge=0)] = 3
     spike_margin_tokens: Annotated[int, Field(ge=0)] = 0  # left out on each side of the batch, after a rollback
     rewarm_tokens: Annotated[int, Field(ge=0)] = 0  # length of the rate's warmup after a rollback
     # "none": every worker has all weights; "zero2": gradients and moments are sharded; "full": weights too; "hybrid": inside a node,

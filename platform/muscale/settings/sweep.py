@@ -34,14 +34,12 @@ class SweepSettings(StrictTable):
 
     trials: PositiveInt  # all suggestions; under a population the members of the population
     n_tokens: PositiveInt  # tokens of a trial that is not stopped, including its cooldown
-    searcher: SearcherName | TuneName = (
-        "auto"  # populations: quasi_random; others: across_scales with 5 runs of other scales, else tpe
-    )
+    # populations: quasi_random; others: across_scales with 5 runs of other scales, else tpe
+    searcher: SearcherName | TuneName = "auto"
     scheduler: SchedulerName | TuneName = "asha"  # which trials go on at a rung, or are copied (populations)
     tune: Mapping[str, Any] = Field(default_factory=dict)  # arguments of Ray Tune's methods
-    rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = (
-        4  # lengths at which trials are compared; generations of a population
-    )
+    # lengths at which trials are compared; generations of a population
+    rungs: Annotated[int, Field(ge=1, le=MOST_RUNGS)] = 4
     # ratio of tokens between rungs, and of trials to survivors
     reduction_factor: Annotated[float, Field(ge=MIN_RUNG_RATIO, le=MOST_REDUCTION)] = 2.0
     # weights whose loss ranks trials: "averaged" before a rung (at most 6 generations), "stable": the last, "annealed": after a
@@ -51,9 +49,8 @@ class SweepSettings(StrictTable):
     top_k: PositiveInt = 3  # best trials of each rung, which get an annealed branch as those do that advance
     n_finalists: PositiveInt = 3  # trials with the best annealed losses, repeated over seeds
     n_seeds: NonNegativeInt = 3  # seeds of each finalist, all different from the search's
-    share: Annotated[float, Field(gt=0, le=0.5)] = (
-        0.25  # of a population's members that copy one of as many best members
-    )
+    # of a population's members that copy one of as many best members
+    share: Annotated[float, Field(gt=0, le=0.5)] = 0.25
     resample: Annotated[float, Field(ge=0, le=1)] = 0.25  # pbt: probability of a fresh draw instead of a step
     cost_weight: NonNegativeFloat = 0.0  # the winner has the smallest log loss + cost_weight · log seconds of training
     max_tokens: PositiveInt | None = None  # the sweep stops before it would exceed any of these

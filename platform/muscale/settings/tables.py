@@ -119,9 +119,8 @@ class StorageSettings(StrictTable):
 
     # "sqlite" for one machine, "actor" for a permanent head, "postgresql" for temporary heads and several clusters
     ledger: Literal["sqlite", "actor", "postgresql"] = "sqlite"
-    path: str | None = (
-        None  # for "actor": absolute path of an SQLite file, on a local disk of the machine that begins the study
-    )
+    # for "actor": absolute path of an SQLite file, on a local disk of the machine that begins the study
+    path: str | None = None
 
     @pydantic.model_validator(mode="after")
     def _path_fits(self) -> Self:
