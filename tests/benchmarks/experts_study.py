@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.experts_study [--folder runs/benchmarks/experts_study]
 
-It writes a study file and calls `muscale run`, which promotes only if the gate is open. The same command continues. Some 20 minutes
-on two cores.
+It writes a study file and calls `muscale run`, which promotes only if the gate is open. The same command continues. Half an hour on
+two busy cores.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ stems = [
 ]
 
 [plan]
-compute_flops = 1.2e12
+compute_flops = 2.4e12
+shapes = [{ width = 96 }]
 
 [promote]
 workers = 2
