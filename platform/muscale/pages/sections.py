@@ -165,8 +165,9 @@ def as_table(table: pd.DataFrame | None) -> str | None:
     if len(table) > MAX_ROWS:
         return f"{as_table(table.head(MAX_ROWS))}<p>{MAX_ROWS:,} of {len(table):,} rows</p>"
     whole = [name for name, column in table.items() if pd.api.types.is_integer_dtype(column)]
+    known = table.replace([math.inf, -math.inf], math.nan)
     markup = str(
-        table.replace([math.inf, -math.inf], math.nan).to_html(
+        known.where(known.notna(), math.nan).to_html(  # pandas writes a None as its name
             index=False,
             border=0,
             na_rep="–",

@@ -114,7 +114,8 @@ def test_json_can_t_end_its_element() -> None:
 
 
 def test_a_table_has_dashes_for_what_is_unknown_or_unbounded() -> None:
-    markup = as_table(pd.DataFrame({"stderr": [0.25, math.inf, math.nan], "n": [1_000, 2, 3]}))
+    table = pd.DataFrame({"stderr": [0.25, math.inf, math.nan], "n": [1_000, 2, 3], "ratio": [None, None, None]})
+    markup = as_table(table)
     assert markup is not None
-    assert re.findall("<td>(.*?)</td>", markup) == ["0.25", "1,000", "–", "2", "–", "3"]
+    assert re.findall("<td>(.*?)</td>", markup) == ["0.25", "1,000", "–", "–", "2", "–", "–", "3", "–"]
     assert as_table(pd.DataFrame()) is None
