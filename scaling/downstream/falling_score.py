@@ -4,13 +4,14 @@
     likelihood law    exp(−score) as a sigmoid of ln N and ln D: a skill that is being learned lowers the score faster than powers do
 
 Both forecast in the score's unit. The second has no floor: a skill that is learned ends at 0. On runs that were left out, forecasts
-may miss by more than their intervals tell, since neither law knows when a skill is learned. The interval's side on which they lie
-is then stretched by that factor, on the scale of ln score.
+may miss by more than their intervals tell, since neither law knows when a skill is learned. The side of the interval on which these
+runs lie is then inflated by that factor, on the scale of ln score.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,34 +26,78 @@ from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult
 
 LOSS_LAW, LIKELIHOOD_LAW = "loss law", "likelihood law"
-Stretch = tuple[float, float]
-UNSTRETCHED: Stretch = (1.0, 1.0)
+NO_INFLATION = (1.0, 1.0)
 DOUBTFUL = 2.0
-"""Stretch from which a forecast is doubtful (assumed)."""
+"""Inflation above which a forecast is doubtful (assumed)."""
 _LEAST = 1e-12  # likelihood that counts as 0, and distance from 1 that counts as 1
 _LEVEL = 0.9  # of the intervals that misses are compared with
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LossLaw(JsonResult):
-    """A falling score by the law of a loss.
+class FallingLaw(JsonResult):
+    """A law of a falling score.
 
     Attributes:
-        law: in the score's unit.
-        worst: largest score of the rows. A stretched bound is not above it.
-        stretch: factors on the lower and on the upper side of the interval, in ln score.
+        worst: largest score of the rows. An inflated bound is not above it.
+        inflation: factors by which the interval's lower and upper side are widened, in ln score.
     """
 
     metric: str
-    law: ScalingFit
     worst: float
-    stretch: Stretch = UNSTRETCHED
+    inflation: tuple[float, float] = NO_INFLATION
 
     def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, *, seed: int = 0) -> ScoreForecast:
-        """Forecast the score of one run; raises the errors of `ScalingFit.forecast`."""
+        """Forecast the score of one run.
+
+        Raises:
+            ValueError, ScalingError: for the reasons of the law that was fitted.
+        """
+        found = self._by_law(n_params, n_tokens, level, seed)
+        if self.inflation == NO_INFLATION:
+            return found
+        below, above = (math.log(max(bound, _LEAST) / found.value) for bound in (found.low, found.high))
+        most = max(above, math.log(self.worst / found.value))
+        factor = max(self.inflation)
+        missed = (
+            f"on runs left out the {found.method} misses by {factor:.2g} standard deviations, so its interval is wider"
+        )
+        return replace(
+            found,
+            low=found.value * math.exp(self.inflation[0] * below) if found.low else 0.0,
+            high=found.value * math.exp(min(self.inflation[1] * above, most)),
+            reasons=(*found.reasons, *([missed] if factor > DOUBTFUL else [])),
+        )
+
+    def probability(self, n_params: float, n_tokens: float, target: float, *, seed: int = 0) -> float:
+        """Probability that one run's score is at most the target.
+
+        Raises:
+            ValueError, ScalingError: the target is not above 0, or as for `forecast`.
+        """
+        middle = self._by_law(n_params, n_tokens, _LEVEL, seed).value
+        below, above = self.inflation
+        nearer = (positive("target", target) / middle) ** (1 / (above if target > middle else below))
+        return self._at_most(n_params, n_tokens, float(middle * nearer), seed)
+
+    @abstractmethod
+    def _by_law(self, n_params: float, n_tokens: float, level: float, seed: int) -> ScoreForecast:
+        """The forecast without inflation."""
+
+    @abstractmethod
+    def _at_most(self, n_params: float, n_tokens: float, target: float, seed: int) -> float:
+        """The probability without inflation."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossLaw(FallingLaw):
+    """A falling score by the law of a loss, in the score's unit."""
+
+    law: ScalingFit
+
+    def _by_law(self, n_params: float, n_tokens: float, level: float, seed: int) -> ScoreForecast:
         del seed  # the forecast draws nothing
         ahead = self.law.forecast(n_params, n_tokens, level)
-        found = ScoreForecast(
+        return ScoreForecast(
             metric=self.metric,
             n_params=float(n_params),
             n_tokens=float(n_tokens),
@@ -64,41 +109,24 @@ class LossLaw(JsonResult):
             reasons=ahead.reasons,
             method=LOSS_LAW,
         )
-        return _stretched(found, self.stretch, self.worst)
 
-    def probability(self, n_params: float, n_tokens: float, target: float, *, seed: int = 0) -> float:
-        """Probability that one run's score is at most the target.
-
-        Raises:
-            ValueError: the target is not above 0, or as for `forecast`.
-        """
+    def _at_most(self, n_params: float, n_tokens: float, target: float, seed: int) -> float:
         del seed
-        ahead = self.law.forecast(n_params, n_tokens)
-        return ahead.probability(_towards(target, ahead.loss, self.stretch))
+        return self.law.forecast(n_params, n_tokens).probability(target)
 
     def __str__(self) -> str:
         return str(self.law)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LikelihoodLaw(JsonResult):
-    """A falling score by the law of exp(−score).
+class LikelihoodLaw(FallingLaw):
+    """A falling score by the law of its likelihood, exp(−score)."""
 
-    Attributes:
-        law: of the likelihood.
-        worst: largest score of the rows. A stretched bound is not above it.
-        stretch: factors on the lower and on the upper side of the interval, in ln score.
-    """
-
-    metric: str
     law: ScoreLaw
-    worst: float
-    stretch: Stretch = UNSTRETCHED
 
-    def forecast(self, n_params: float, n_tokens: float, level: float = 0.9, *, seed: int = 0) -> ScoreForecast:
-        """Forecast the score of one run; raises ValueError if a size or the level is out of range."""
+    def _by_law(self, n_params: float, n_tokens: float, level: float, seed: int) -> ScoreForecast:
         ahead = self.law.forecast(n_params, n_tokens, level=level, seed=seed)
-        found = replace(
+        return replace(
             ahead,
             metric=self.metric,
             value=_score(ahead.value),
@@ -106,18 +134,12 @@ class LikelihoodLaw(JsonResult):
             high=_score(ahead.low),
             method=LIKELIHOOD_LAW,
         )
-        return _stretched(found, self.stretch, self.worst)
 
-    def probability(self, n_params: float, n_tokens: float, target: float, *, seed: int = 0) -> float:
-        """Probability that one run's score is at most the target; raises ValueError as `LossLaw.probability` does."""
-        middle = _score(self.law.forecast(n_params, n_tokens, seed=seed).value)
-        return self.law.probability(n_params, n_tokens, math.exp(-_towards(target, middle, self.stretch)), seed=seed)
+    def _at_most(self, n_params: float, n_tokens: float, target: float, seed: int) -> float:
+        return self.law.probability(n_params, n_tokens, math.exp(-target), seed=seed)
 
     def __str__(self) -> str:
         return str(self.law)
-
-
-FallingLaw = LossLaw | LikelihoodLaw
 
 
 def fit_loss_law(
@@ -144,7 +166,7 @@ def fit_likelihood_law(ends: pd.DataFrame, metric: str, *, seed: int) -> Likelih
     return LikelihoodLaw(metric=metric, law=law, worst=float(ends[metric].max()))
 
 
-def stretch_of(law: FallingLaw, n_params: Array, n_tokens: Array, score: Array) -> Stretch:
+def inflation_of(law: FallingLaw, n_params: Array, n_tokens: Array, score: Array) -> tuple[float, float]:
     """Return how far runs left out lie below and above their forecasts: root mean squares in standard deviations, at least 1."""
     below, above = [0.0], [0.0]
     for n, d, measured in zip(n_params, n_tokens, score, strict=True):
@@ -159,19 +181,3 @@ def stretch_of(law: FallingLaw, n_params: Array, n_tokens: Array, score: Array) 
 def _score(likelihood: float) -> float:
     """Return the score of a likelihood; above 0, as a logarithm of it is taken."""
     return -math.log(min(max(likelihood, _LEAST), 1 - _LEAST))
-
-
-def _stretched(found: ScoreForecast, stretch: Stretch, worst: float) -> ScoreForecast:
-    if stretch == UNSTRETCHED:
-        return found
-    below, above = (math.log(max(bound, _LEAST) / found.value) for bound in (found.low, found.high))
-    most = max(above, math.log(worst / found.value))
-    low, high = found.value * math.exp(stretch[0] * below), found.value * math.exp(min(stretch[1] * above, most))
-    missed = f"on runs left out the {found.method} misses by {max(stretch):.2g} standard deviations: the interval is stretched by them"
-    return replace(found, low=low, high=high, reasons=(*found.reasons, *([missed] if max(stretch) > DOUBTFUL else [])))
-
-
-def _towards(target: float, middle: float, stretch: Stretch) -> float:
-    """Return the target whose probability without the stretch is that of this target with it."""
-    below, above = stretch
-    return float(middle * (positive("target", target) / middle) ** (1 / (above if target > middle else below)))

@@ -27,13 +27,13 @@ import pandas as pd
 from scaling.downstream.falling_score import (
     LIKELIHOOD_LAW,
     LOSS_LAW,
-    UNSTRETCHED,
+    NO_INFLATION,
+    FallingLaw,
     LikelihoodLaw,
     LossLaw,
-    Stretch,
     fit_likelihood_law,
     fit_loss_law,
-    stretch_of,
+    inflation_of,
 )
 from scaling.downstream.score_law import DIRECT, Emergence, ScoreForecast, ScoreLaw, fit_score
 from scaling.downstream.signal import MIN_RATIO, SignalToNoise, ends_and_checkpoints, signal_to_noise
@@ -48,7 +48,7 @@ from scaling.serialization import FittedResult
 TWO_STEPS = "two steps"
 HELD_OUT = 2
 """Sizes and lengths, the largest in compute, whose forecasts compare the laws."""
-_Law = ScoreLaw | TwoStep | LossLaw | LikelihoodLaw
+_Law = ScoreLaw | TwoStep | FallingLaw
 COMPARABLE = 2.0
 """Ratio of errors up to which the other law counts in intervals (measured on planted tasks, `tests/benchmarks/scores.py`)."""
 
@@ -223,13 +223,13 @@ def fit_task(
         else ("the noise of the score is not known: no seeds were repeated, and checkpoints are too few",),
     )
     if falls:
-        errors, stretches = laws.falling_errors(ends)
+        errors, inflations = laws.falling_errors(ends)
         better = bool(errors) and errors[LIKELIHOOD_LAW] < errors[LOSS_LAW]
         return of_task(
             method=LIKELIHOOD_LAW if better else LOSS_LAW,
             errors=errors,
-            loss_law=replace(laws.as_loss(ends), stretch=stretches.get(LOSS_LAW, UNSTRETCHED)),
-            likelihood_law=replace(laws.as_likelihood(ends), stretch=stretches[LIKELIHOOD_LAW]) if errors else None,
+            loss_law=replace(laws.as_loss(ends), inflation=inflations.get(LOSS_LAW, NO_INFLATION)),
+            likelihood_law=replace(laws.as_likelihood(ends), inflation=inflations[LIKELIHOOD_LAW]) if errors else None,
         )
     errors = laws.errors(ends, checkpoints)
     near = bool(errors) and errors[TWO_STEPS] <= COMPARABLE * errors[DIRECT]
@@ -302,7 +302,7 @@ class _Laws:
             rest, largest, lambda: {DIRECT: self.direct(rest), TWO_STEPS: self.two_steps(rest, earlier)}
         )[0]
 
-    def falling_errors(self, ends: pd.DataFrame) -> tuple[dict[str, float], dict[str, Stretch]]:
+    def falling_errors(self, ends: pd.DataFrame) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
         """Errors of both laws of a falling score on the largest runs, and how far each missed them; empty likewise."""
         rest, largest, _ = _without_largest(ends)
         errors, laws = self._on_largest(
@@ -310,9 +310,9 @@ class _Laws:
         )
         n_params, n_tokens, score = (largest[name].to_numpy() for name in ("n_params", "n_tokens", self.metric))
         return errors, {
-            name: stretch_of(law, n_params, n_tokens, score)
+            name: inflation_of(law, n_params, n_tokens, score)
             for name, law in laws.items()
-            if isinstance(law, LossLaw | LikelihoodLaw)
+            if isinstance(law, FallingLaw)
         }
 
     def _on_largest(

@@ -17,7 +17,6 @@ from muscale.store.ledger_tables import ResultKind
 from proxy_models.evaluation.repeated_windows import HELD_OUT, MEMORISATION, times_read
 from proxy_models.evaluation.smooth_scores import CHANCE, CONTAMINATED, TASKS
 from scaling import ScalingError, ScoreLaw, TaskLaw, fit_score, fit_task
-from scaling.errors import TooFewRunsError
 
 MEMORISED = "memorised"
 BITS = "bits_per_byte"
@@ -163,7 +162,7 @@ def task_laws(
                     loss_unit="bits per byte",
                     min_ratio=settings.least_signal_to_noise,
                 )
-            except (ScalingError, TooFewRunsError, ValueError) as error:
+            except (ScalingError, ValueError) as error:
                 law = str(error)
             yield str(task), str(metric), law
 

@@ -46,7 +46,7 @@ class FileSettings(StrictTable):
 
 
 class SourceSettings(FileSettings):
-    """[corpus.sources.NAME]: one of several sources."""
+    """[corpus.sources.NAME]: a source of a mixture."""
 
     path: str  # of a file or folder, relative to the study file
     weight: Weight | None = None  # share of tokens, on any common scale; set here or in every stage

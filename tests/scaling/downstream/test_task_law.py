@@ -12,7 +12,7 @@ import pytest
 from scipy.special import expit
 
 from scaling import Law, ScalingError, TaskLaw, fit_task
-from scaling.downstream.falling_score import stretch_of
+from scaling.downstream.falling_score import inflation_of
 
 Ladder = Callable[..., pd.DataFrame]
 SHARES = (0.25, 0.5, 0.7, 0.85, 1.0)
@@ -149,21 +149,21 @@ def test_a_skill_that_is_learned_has_the_likelihood_law(table: pd.DataFrame) -> 
     assert again.forecast(1e9, 5e10).to_dict() == ahead.to_dict()
 
 
-def test_an_interval_is_stretched_to_the_side_on_which_left_out_runs_lie(like_a_loss: TaskLaw, planted: Law) -> None:
+def test_an_interval_is_widened_on_the_side_on_which_left_out_runs_lie(like_a_loss: TaskLaw, planted: Law) -> None:
     size = (1e9, 2e10)
     assert like_a_loss.loss_law is not None
-    law = replace(like_a_loss.loss_law, stretch=(1.0, 1.0))
-    usual, wider = law.forecast(*size), replace(law, stretch=(4.0, 1.0)).forecast(*size)
+    law = replace(like_a_loss.loss_law, inflation=(1.0, 1.0))
+    usual, wider = law.forecast(*size), replace(law, inflation=(4.0, 1.0)).forecast(*size)
     assert (wider.value, wider.high) == (usual.value, usual.high)
     assert math.log(wider.low / usual.value) == pytest.approx(4 * math.log(usual.low / usual.value))
     assert len(wider.reasons) == len(usual.reasons) + 1
-    assert replace(law, stretch=(4.0, 1.0)).probability(*size, wider.low) == pytest.approx(0.05, abs=1e-6)
-    far = replace(law, stretch=(1.0, 1e6)).forecast(*size)
+    assert replace(law, inflation=(4.0, 1.0)).probability(*size, wider.low) == pytest.approx(0.05, abs=1e-6)
+    far = replace(law, inflation=(1.0, 1e6)).forecast(*size)
     assert far.high == pytest.approx(max(usual.high, law.worst))
     n, d = np.array([1e9, 1e9]), np.array([1e10, 2e10])
     losses = np.asarray(planted.loss(n, d)) / 3
-    assert stretch_of(law, n, d, losses) == (1.0, 1.0)
-    low, high = stretch_of(law, n, d, losses / 2)
+    assert inflation_of(law, n, d, losses) == (1.0, 1.0)
+    low, high = inflation_of(law, n, d, losses / 2)
     assert low > 5
     assert high == 1
 
