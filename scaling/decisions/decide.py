@@ -86,10 +86,7 @@ def decide(
             serving alone uses up the budget; or the fit's runs do not identify the best D/N (`scaling.fits.identification`): then the
             message names two runs that would.
     """
-    if (budget is None) == (loss is None):
-        raise ValueError(f"give either a budget or a loss, got budget={budget!r} and loss={loss!r}")
-    if loss is not None:
-        require_positive("loss", loss)
+    _require_one_question(budget, loss, tokens_per_param)
     for name, value in (("served_tokens", served_tokens), ("tolerance", tolerance)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
@@ -103,12 +100,6 @@ def decide(
             f"{point.form.name}: a law of tokens only chooses no size, as it says nothing of other sizes; give the runs' own: "
             f"limits=Limits(sizes=[{size}])"
         )
-    if tokens_per_param is not None:
-        if budget is None:
-            raise ValueError(
-                f"tokens_per_param is for a budget, got tokens_per_param={tokens_per_param!r} and loss={loss!r}"
-            )
-        require_positive("tokens_per_param", tokens_per_param)
     decides_sparsity = SPARSITY in point.form.columns and SPARSITY not in columns and not limits.states_sparsity
     if fit and decides_sparsity and limits.max_sparsity is None:
         limits = replace(limits, max_sparsity=float(fit.rows[SPARSITY].max()))
@@ -161,6 +152,21 @@ def decide(
         warnings=(*stated, *case.warnings()),
         assumptions=tuple(case.assumptions()),
     )
+
+
+def _require_one_question(budget: Budget | float | None, loss: float | None, tokens_per_param: float | None) -> None:
+    """Raise ValueError unless there is either a budget or a loss, and D/N only with a budget."""
+    if (budget is None) == (loss is None):
+        raise ValueError(f"give either a budget or a loss, got budget={budget!r} and loss={loss!r}")
+    if loss is not None:
+        require_positive("loss", loss)
+    if tokens_per_param is None:
+        return
+    if budget is None:
+        raise ValueError(
+            f"tokens_per_param is for a budget, got tokens_per_param={tokens_per_param!r} and loss={loss!r}"
+        )
+    require_positive("tokens_per_param", tokens_per_param)
 
 
 def _least(spending: Spending, values: Mapping[str, Array], loss: float) -> float:

@@ -23,7 +23,7 @@ second half of the parent over the forecast. That amount is added too, once for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,47 +151,21 @@ def second_forecast(
     )
     law = fit.forecast(plan.n_params, n_tokens, level=level)
     error, variance = _error(so_far.losses, band, law.log_scale, lineage[0].tokens)
-    uncovered = [
-        f"{key} = {value}: no law covers this change"
-        for key, value in amendment.changes.items()
-        if key not in (*COVERED, *OF_SCHEDULE)
-    ]
-    factor = parent.factor
-    if factor < 1 and amendment.segments[-1].end + parent.tokens != parent.segments[-1].end:
-        uncovered.append(
-            f"the parent's rate has fallen to {factor:.0%} of its peak, and no law covers a longer run from there"
-        )
-    for past in parent.lineage[1:]:
-        changed = (ledger.result(ResultKind.AMENDMENT_STARTED, past.run) or {}).get("changes", {})
-        uncovered += [
-            f"{key} = {changed[key]} of {past.label}: no law covers it" for key in changed if key not in COVERED
-        ]
-    by_curve, effect, reach, doubts = None, 0.0, 0.0, list[str]()
-    of_schedule = bool(amendment.changes.keys() & {*OF_SCHEDULE})
-    try:
-        unchanged, changed = _by_own_curve(amendment, so_far, schedules(), plan, level)
-    except (ValueError, ScalingError) as reason:
-        doubts = [f"the schedule: {reason}"] if of_schedule else []
-        uncovered += doubts
-    else:
-        if not _unlike(unchanged):
-            by_curve = unchanged.loss
-            of_curve = math.log(unchanged.high / by_curve) / interval_factor(level)
-            error, variance = _combined(error, variance, math.log(by_curve / law.loss), of_curve**2)
-        if of_schedule:
-            effect, reach = changed.log_ratio, changed.half_width
-            doubts = [f"the schedule: {doubt}" for doubt in changed.reasons[:_MOST_DOUBTS]]
-            uncovered += doubts if _unlike(changed) else []
-    by_stages, of_stages, unknown = _by_stages(amendment, stages, plan, level)
-    uncovered += unknown
-    loss = law.loss * math.exp(error + effect + by_stages)
+    by_curve, of_schedule = _by_own_curve(amendment, so_far, schedules, plan, level)
+    if by_curve:
+        of_curve = math.log(by_curve.high / by_curve.loss) / interval_factor(level)
+        error, variance = _combined(error, variance, math.log(by_curve.loss / law.loss), of_curve**2)
+    of_stages = _by_stages(amendment, stages, plan, level)
+    uncovered = (*_without_a_law(amendment, ledger), *of_schedule.uncovered, *of_stages.uncovered)
+    loss = law.loss * math.exp(error + of_schedule.log_ratio + of_stages.log_ratio)
     second_half = [row["loss"] for row in so_far.losses if row["tokens"] >= parent.tokens_before / 2]
     if uncovered and not second_half:
         return "no law covers the change, and no loss of the parent says what it has still to gain"
     widening = max(0.0, math.log(max(second_half) / loss)) if uncovered else 0.0
     reweighting = _reweighting(so_far.losses, amendment)
     loss *= math.exp(reweighting)
-    whole = math.exp(math.hypot(interval_factor(level) * math.sqrt(variance), reach, of_stages, widening))
+    of_error = interval_factor(level) * math.sqrt(variance)
+    whole = math.exp(math.hypot(of_error, of_schedule.half_width, of_stages.half_width, widening))
     return SecondForecast(
         loss=loss,
         low=loss / whole,
@@ -200,19 +174,71 @@ def second_forecast(
         n_tokens=n_tokens,
         by_law=law.loss,
         correction=error,
-        by_curve=by_curve,
+        by_curve=by_curve.loss if by_curve else None,
         reweighting=reweighting,
-        by_schedule=effect,
-        by_stages=by_stages,
+        by_schedule=of_schedule.log_ratio,
+        by_stages=of_stages.log_ratio,
         widening=widening,
-        reasons=tuple(dict.fromkeys((*law.reasons, *uncovered, *doubts))),
+        reasons=tuple(dict.fromkeys((*law.reasons, *uncovered, *of_schedule.doubts))),
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Effect:
+    """The worth of a change, in log loss.
+
+    Attributes:
+        half_width: Half the width of its interval.
+        uncovered: What no law covers, so that the interval is widened.
+        doubts: What the interval contains but a reader should know.
+    """
+
+    log_ratio: float = 0.0
+    half_width: float = 0.0
+    uncovered: Sequence[str] = ()
+    doubts: Sequence[str] = ()
+
+
+def _without_a_law(amendment: Amendment, ledger: Ledger) -> Iterator[str]:
+    """Yield the changes of the lineage that no law covers, other than those of schedules and of the corpus's stages."""
+    parent, factor = amendment.parent, amendment.parent.factor
+    for key, value in amendment.changes.items():
+        if key not in (*COVERED, *OF_SCHEDULE):
+            yield f"{key} = {value}: no law covers this change"
+    if factor < 1 and amendment.segments[-1].end + parent.tokens != parent.segments[-1].end:
+        yield f"the parent's rate has fallen to {factor:.0%} of its peak, and no law covers a longer run from there"
+    for past in parent.lineage[1:]:
+        changed = (ledger.result(ResultKind.AMENDMENT_STARTED, past.run) or {}).get("changes", {})
+        yield from (
+            f"{key} = {changed[key]} of {past.label}: no law covers it" for key in changed if key not in COVERED
+        )
+
+
 def _by_own_curve(
+    amendment: Amendment, so_far: SoFar, schedules: Callable[[], LadderSchedules | str], plan: Plan, level: float
+) -> tuple[ScheduleForecast | None, _Effect]:
+    """Forecast the end of the parent's schedule by the run's own curve, if the law of schedules holds, and the schedule's effect."""
+    changes_it = bool(amendment.changes.keys() & {*OF_SCHEDULE})
+    try:
+        unchanged, changed = _by_law_of_schedules(amendment, so_far, schedules(), plan, level)
+    except (ValueError, ScalingError) as reason:
+        return None, _Effect(uncovered=[f"the schedule: {reason}"] if changes_it else [])
+    curve = None if _unlike(unchanged) else unchanged
+    if not changes_it:
+        return curve, _Effect()
+    doubts = [f"the schedule: {doubt}" for doubt in changed.reasons[:_MOST_DOUBTS]]
+    return curve, _Effect(
+        log_ratio=changed.log_ratio,
+        half_width=changed.half_width,
+        uncovered=doubts if _unlike(changed) else [],
+        doubts=doubts,
+    )
+
+
+def _by_law_of_schedules(
     amendment: Amendment, so_far: SoFar, schedules: LadderSchedules | str, plan: Plan, level: float
 ) -> tuple[ScheduleForecast, ScheduleEffect]:
-    """Forecast the end of the parent's schedule by the run's own curve, and what the changed schedule is worth.
+    """Return the law's forecast of the parent's schedule to its end, and the effect of the changed schedule.
 
     Raises:
         ValueError, ScalingError: If there is no law of schedules, or none for this curve.
@@ -240,26 +266,26 @@ def _last_stage_begins(amendment: Amendment) -> int:
     return parent.tokens_before - own.position - own.tokens + mixture.last_stage_begins
 
 
-def _by_stages(
-    amendment: Amendment, stages: Callable[[], StageLaw | str], plan: Plan, level: float
-) -> tuple[float, float, list[str]]:
-    """Log of the loss over that with the planned start of the last stage, half its interval, and what the law does not cover."""
+def _by_stages(amendment: Amendment, stages: Callable[[], StageLaw | str], plan: Plan, level: float) -> _Effect:
+    """Return the effect of another start of the corpus's last stage than the planned one."""
     total = amendment.parent.tokens_before + amendment.n_tokens
     if (planned := amendment.planned_share) is None:
         moved = amendment.changes.get("until_fraction")
-        return 0.0, 0.0, [f"until_fraction = {moved}: the plan has no stages that end at fractions"] if moved else []
+        what = f"until_fraction = {moved}: the plan has no stages that end at fractions"
+        return _Effect(uncovered=[what] if moved else [])
     if total == plan.n_tokens and amendment.has_stages_of(plan.n_tokens):
-        return 0.0, 0.0, []
+        return _Effect()
     if (share := amendment.last_stage_share) is None:
         named = any(key.split(".")[0] in ("mixture", "corpus") for key in amendment.changes)
-        return 0.0, 0.0, [] if named else ["the stages of the corpus differ from the plan's: no law covers this change"]
+        what = "the stages of the corpus differ from the plan's: no law covers this change"
+        return _Effect(uncovered=[] if named else [what])
     if abs(share - planned) * total < amendment.segments[-1].recipe.batch_tokens:
-        return 0.0, 0.0, []
+        return _Effect()
     if isinstance(law := stages(), str):
         what = f"{share:.1%} of the tokens in the last stage of the corpus, {planned:.1%} on the ladder"
-        return 0.0, 0.0, [f"{what}: {law}"]
+        return _Effect(uncovered=[f"{what}: {law}"])
     found = law.effect(plan.n_params, total, share, level=level)
-    return found.log_ratio, found.half_width, [*found.reasons]
+    return _Effect(log_ratio=found.log_ratio, half_width=found.half_width, uncovered=found.reasons)
 
 
 def _unlike(found: ScheduleForecast | ScheduleEffect) -> bool:
