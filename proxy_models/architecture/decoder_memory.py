@@ -79,7 +79,7 @@ def training_memory(
         raise ValueError(f"optimizer must be one of {', '.join(MOMENTS)}, got {optimizer!r}")
     share = 1 if sharding == "none" else world_size
     if pipeline:
-        ranks = StageRank.all_of(config, precision, tensor_parallel, pipeline)
+        ranks = StageRank.all_of(config, precision, tensor_parallel, context_parallel, pipeline)
         again = sharding in ("full", "hybrid")
         n_owners = world_size * tensor_parallel
         estimates = (
@@ -152,7 +152,12 @@ class StageRank:
 
     @classmethod
     def all_of(
-        cls, config: ModelConfig, precision: Precision, tensor_parallel: int, pipeline: PipelineShare
+        cls,
+        config: ModelConfig,
+        precision: Precision,
+        tensor_parallel: int,
+        context_parallel: int,
+        pipeline: PipelineShare,
     ) -> Iterator[StageRank]:
         """Generate the devices of a pipeline that may need the most: of equal neighbours the outer two."""
         schedule, ranks = pipeline.schedule, pipeline.ranks
@@ -170,7 +175,7 @@ class StageRank:
                 continue
             blocks, *tables = shape
             of_rank = of_blocks(config, *map(sum, zip(*blocks, strict=True)))
-            part = DecoderPart(of_rank, precision, tensor_parallel, 1, *tables)
+            part = DecoderPart(of_rank, precision, tensor_parallel, context_parallel, *tables)
             yield cls(part, pipeline, rank, blocks)
 
     def memory(
@@ -219,17 +224,17 @@ class StageRank:
 
     @property
     def _stream(self) -> int:
-        """Bytes of the residual stream of a sequence."""
-        config = self.part.config
-        return config.context_length * (self.part.compute * config.d_model // self.part.ranks)
+        """Bytes of the device's residual stream of a sequence."""
+        part = self.part
+        return part.own_positions * (part.compute * part.config.d_model // part.ranks)
 
     def _moments(
         self, micro_batch: int, checkpointing: Checkpointing, *, compiled: bool, again: bool, share: int
     ) -> list[Moment]:
         """Return the moments of a step that may be its peak, without the buffers of `received`."""
         part, number = self.part, self.pipeline.micro_batches(micro_batch)
-        config, size = part.config, self.pipeline.sequences // number
-        n_positions, stream = size * config.context_length, size * self._stream
+        size = self.pipeline.sequences // number
+        n_positions, stream = size * part.own_positions, size * self._stream
         of_token = part.kept_by_block(checkpointing, compiled=compiled)
         kept, in_block = n_positions * of_token, n_positions * part.in_block(of_token, checkpointing)
         last, of_stages = len(self.blocks) - 1, []
@@ -301,7 +306,7 @@ def evaluation_memory(
     }
     at_work = evaluation_bytes(config, sequences, precision, **shared)
     if pipeline:
-        ranks = StageRank.all_of(config, precision, tensor_parallel, pipeline)
+        ranks = StageRank.all_of(config, precision, tensor_parallel, context_parallel, pipeline)
         most = max(rank.received + rank.evaluating(at_work, world_size) for rank in ranks)
         return held + most + 2 * stream
     copied = part.put_together(world_size)

@@ -181,22 +181,24 @@ def predicted(run: Published) -> StepTime:
 
 
 _OF_405B = Parallelism(sharding="zero2", tensor_parallel=8, pipeline_parallel=16, pipeline_schedule="interleaved")
-PIPELINES = ((8192, 32, 0.43), (16_384, 16, 0.41))
-"""Devices, sequences of a pipeline and published MFU of Llama 3's 405B; micro-batches of one sequence are assumed."""
+PIPELINES = ((8192, 32, 1, 0.43), (16_384, 16, 1, 0.41), (16_384, 16, 16, 0.38))
+"""Devices, sequences of a pipeline, ranks that share a sequence and published MFU of Llama 3's 405B; micro-batches of one sequence are
+assumed. Sequences are as many times 8,192 tokens long as ranks share them."""
 _OF_TORCHTITAN = Parallelism(sharding="zero2", tensor_parallel=8, pipeline_parallel=8, checkpointing="full")
 SCHEDULES_OF_TORCHTITAN = {"1f1b": 100, "interleaved": 128}
 """Tokens per second and device of torchtitan's 405B on 512 H100s, 32 sequences to a pipeline; 8 micro-batches are assumed."""
 
 
-def predicted_405b(workers: int, sequences: int) -> StepTime:
+def predicted_405b(workers: int, sequences: int, context: int) -> StepTime:
     """The model's step of Llama 3's 405B with two stages for each rank of a pipeline; Meta's number of stages is not published."""
-    shares = workers // (_OF_405B.tensor_parallel * _OF_405B.pipeline_parallel)
+    layout = replace(_OF_405B, context_parallel=context)
+    model = replace(LLAMA_405B, context_length=LLAMA_405B.context_length * context)
     return StepTime(
-        LLAMA_405B,
-        _OF_405B,
+        model,
+        layout,
         workers=workers,
         micro_batch=1,
-        batch_tokens=shares * sequences * LLAMA_405B.context_length,
+        batch_tokens=layout.data_ranks(workers) * sequences * model.context_length,
         device="H100 SXM",
     )
 
@@ -216,10 +218,10 @@ def predicted_torchtitan(schedule: PipelineSchedule) -> StepTime:
 
 def _print_pipelines() -> None:
     print("\n| run | devices | layout | published MFU | predicted | bubble |\n| --- | --- | --- | --- | --- | --- |")
-    for workers, sequences, mfu in PIPELINES:
-        found = predicted_405b(workers, sequences)
+    for workers, sequences, context, mfu in PIPELINES:
+        found = predicted_405b(workers, sequences, context)
         print(
-            f"| Llama 3 405B | {workers:,} | TP 8, PP 16, {sequences} micro-batches | {mfu:.0%} | {found.mfu:.0%} "
+            f"| Llama 3 405B | {workers:,} | TP 8, CP {context}, PP 16, {sequences} micro-batches | {mfu:.0%} | {found.mfu:.0%} "
             f"| {found.bubble_share:.0%} |"
         )
     one, two = predicted_torchtitan("1f1b"), predicted_torchtitan("interleaved")

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from muscale.full_runs.train.sharding import build_model, build_pipeline, expert_mesh, mesh_of
+from muscale.full_runs.train.sharding import build_model, build_pipeline, context_mesh, expert_mesh, mesh_of
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import next_token_loss
@@ -109,6 +109,7 @@ _TWICE: tuple[PipelineSchedule, ...] = ("interleaved", "zero_bubble", "zero_bubb
 PIPELINES: dict[str, Parallelism] = {
     "1f1b": _PIPELINE,
     "1f1b, full": replace(_PIPELINE, sharding="full"),
+    "1f1b, context": replace(_PIPELINE, context_parallel=2),
     **{schedule: replace(_PIPELINE, pipeline_schedule=schedule) for schedule in _TWICE},
 }
 SEQUENCES = {"1.3B": 8, "8B": 1, "70B": 1, "405B": 1, "8x7B": 1, "64x16B": 2}
@@ -161,7 +162,8 @@ class Case:
         conditions = self._conditions
         if pipeline := conditions.pop("pipeline", None):
             whole = conditions["sharding"] in ("none", "zero2")
-            of_stages = StageRank.all_of(self.model, self.precision, conditions["tensor_parallel"], pipeline)
+            tensor, context = conditions["tensor_parallel"], conditions["context_parallel"]
+            of_stages = StageRank.all_of(self.model, self.precision, tensor, context, pipeline)
             traced = next(one for one in of_stages if one.rank == self.stage)
             return traced.memory(
                 SEQUENCES[self.shape],
@@ -205,12 +207,13 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
     with rank_of(case.stage * case.ranks // grid.stages, case.ranks):
         mesh = mesh_of(grid, device.type)
         experts = expert_mesh(parallelism, grid, device.type)
+        context = context_mesh(parallelism, device.type)
         with (
             fake_gpu(),
             patch.object(_PipelineSchedule, "_warmup_p2p", agree),
             fullest_rank(parallelism.expert_parallel, size * model.context_length * model.experts_per_token),
         ):
-            arguments: dict[str, Any] = {"device": device, "mesh": mesh, "initial_values": False}
+            arguments: dict[str, Any] = {"device": device, "mesh": mesh, "context": context, "initial_values": False}
             pipeline = None
             if case.layout in PIPELINES:
                 pipeline = build_pipeline(numerics, recipe, parallelism, micro_batch=size, **arguments)

@@ -54,15 +54,11 @@ class Layout:
 
     def __str__(self) -> str:
         """Return the settings of [promote], with predicted time and memory."""
-        chosen, groups = self.parallelism, ""
-        if chosen.context_parallel > 1:
-            groups = f"context_parallel = {chosen.context_parallel}, "
-        if chosen.expert_parallel > 1:
-            groups = f"expert_parallel = {chosen.expert_parallel}, "
+        chosen = self.parallelism
+        names = [name for name in GROUPS if name != "tensor_parallel" and getattr(chosen, name) > 1]
+        groups = "".join(f"{name} = {getattr(chosen, name)}, " for name in names)
         if chosen.pipeline_parallel > 1:
-            groups = (
-                f'pipeline_parallel = {chosen.pipeline_parallel}, pipeline_schedule = "{chosen.pipeline_schedule}", '
-            )
+            groups += f'pipeline_schedule = "{chosen.pipeline_schedule}", '
         return (
             f'sharding = "{chosen.sharding}", tensor_parallel = {chosen.tensor_parallel}, {groups}micro_batch = {self.micro_batch}, '
             f'activation_checkpointing = "{chosen.checkpointing}": {self.step}, {self.memory.total / 2**30:.3g} GiB'
@@ -264,7 +260,7 @@ def _candidates(
             continue
         if sharding == "hybrid" and (workers // stages <= node_devices or degree * context > node_devices):
             continue
-        if stages > 1 and (context > 1 or (schedule in SPLIT_BACKWARD and sharding in ("full", "hybrid"))):
+        if stages > 1 and schedule in SPLIT_BACKWARD and sharding in ("full", "hybrid"):
             continue
         together = shard_ranks if sharding == "hybrid" else None
         if together and together % (degree * context):

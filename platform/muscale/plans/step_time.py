@@ -163,10 +163,8 @@ class StepTime:
     @cached_property
     def context(self) -> float:
         """Collectives of context parallelism: keys and values forward, again if recomputed, and their gradients."""
-        layout, tensor = self.parallelism, self._grid.tensor
-        keys = 2 * self._sizes.key_width / tensor * self._bytes * self.micro_batch * self.model.context_length
-        calls = (2 + (layout.checkpointing != "none")) * self.model.n_layers
-        return self._passes * calls * self._collective(keys, layout.context_parallel, tensor)
+        calls = (2 + (self.parallelism.checkpointing != "none")) * self.model.n_layers
+        return self._passes * calls * self._gather_of_keys / self._grid.stages
 
     @cached_property
     def experts(self) -> float:
@@ -219,7 +217,7 @@ class StepTime:
         """Time that a device (mean) waits while its pipeline fills and drains, and for slower stages."""
         if (pipeline := self._pipeline) is None:
             return 0.0
-        schedule, ranks, calls = pipeline.schedule, pipeline.ranks, 4 * self._call
+        schedule, ranks, calls = pipeline.schedule, pipeline.ranks, 4 * self._call + self._gather_of_keys
         forward, backward = self._block
         forward, backward = forward + calls, backward + calls * (1 + (self.parallelism.checkpointing != "none"))
         seconds, idle, of_blocks = [], [], self.model.block_flops
@@ -332,8 +330,15 @@ class StepTime:
     @cached_property
     def _call(self) -> float:
         """Seconds of a collective of tensor parallelism."""
-        activations = self._bytes * self._sequences * self.model.context_length * self.model.d_model
-        return self._collective(activations, self._grid.tensor, 1)
+        tensor = self._grid.tensor
+        return self._collective(self._bytes * self._tokens * tensor * self.model.d_model, tensor, 1)
+
+    @cached_property
+    def _gather_of_keys(self) -> float:
+        """Seconds of a collective of context parallelism."""
+        tensor, positions = self._grid.tensor, self._sequences * self.model.context_length
+        keys = 2 * self._sizes.key_width / tensor * self._bytes * positions
+        return self._collective(keys, self.parallelism.context_parallel, tensor)
 
     @cached_property
     def _readout(self) -> float:

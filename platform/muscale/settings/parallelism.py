@@ -89,10 +89,6 @@ class Parallelism:
         for name in ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.context_parallel > 1 and self.pipeline_parallel > 1:
-            raise ValueError(
-                f"context_parallel must be 1 with pipeline_parallel = {self.pipeline_parallel}, got {self.context_parallel}"
-            )
         if self.splits_backward:
             require_whole_graph(self.pipeline_schedule, self.sharding, self.checkpointing)
         for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):

@@ -144,7 +144,6 @@ class PromoteSettings(StrictTable):
             ("expert_parallel", "tensor_parallel"),
             ("expert_parallel", "context_parallel"),
             ("expert_parallel", "pipeline_parallel"),
-            ("context_parallel", "pipeline_parallel"),
         ):
             if one in stated and other in stated:
                 yield f"{one} must be 1 with {other} = {stated[other]}, got {stated[one]}"

@@ -136,8 +136,7 @@ promote.expert_parallel=3 ;; promote.workers=4 => promote | expert_parallel | 4 
 promote.expert_parallel=2 ;; promote.context_parallel=2 ;; promote.sharding=auto => promote | expert_parallel | got 2
 promote.expert_parallel=2 ;; promote.tensor_parallel=2 ;; promote.workers=4 => promote | expert_parallel | tensor_parallel | got 2
 promote.expert_parallel=2 ;; promote.compile=true => promote | compile | expert_parallel | 2
-promote.context_parallel=2 ;; promote.pipeline_parallel=2 ;; promote.workers=4 => promote | context_parallel | got 2
-promote.context_parallel=2 ;; promote.pipeline_parallel=2 ;; promote.sharding=auto => promote | context_parallel | got 2
+promote.context_parallel=2 ;; promote.pipeline_parallel=2 ;; promote.workers=6 => promote | pipeline_parallel | 6 ranks | got 4
 promote.shard_ranks=2 => promote | shard_ranks | "full"
 promote.precision=fp16 => promote.precision | fp16 | 2
 promote.evaluator_cpus=1.5 => promote | evaluator_cpus | 1.5

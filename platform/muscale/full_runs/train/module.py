@@ -105,6 +105,7 @@ class FullRunModule(L.LightningModule):
         arguments: dict[str, Any] = {
             "device": device,
             "mesh": self._device_mesh,
+            "context": self.context_mesh,
             "min_unit_params": run.min_unit_params,
             "compiled": self.compiled,
             "initial_values": self.resume is None,
@@ -116,9 +117,7 @@ class FullRunModule(L.LightningModule):
             )
             self.model = self._pipeline.module
         else:
-            self.model = build_model(
-                run.numerics, recipe, run.parallelism, context=self.context_mesh, experts=self.expert_mesh, **arguments
-            )
+            self.model = build_model(run.numerics, recipe, run.parallelism, experts=self.expert_mesh, **arguments)
 
     @property
     def data_ranks(self) -> int:

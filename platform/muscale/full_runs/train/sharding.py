@@ -193,6 +193,7 @@ def build_pipeline(
     *,
     device: torch.device,
     mesh: DeviceMesh,
+    context: DeviceMesh | None = None,
     micro_batch: int | None = None,
     min_unit_params: int = 0,
     compiled: bool = False,
@@ -202,6 +203,7 @@ def build_pipeline(
     """Build this rank's stages of the model as `build_model` builds a whole one.
 
     Args:
+        context: Mesh of `context_mesh`.
         micro_batch: Most sequences of a micro-batch.
 
     Raises:
@@ -213,7 +215,7 @@ def build_pipeline(
     blocks = blocks_of_stages(numerics.model, n_stages(schedule, ranks))
     stages = {}
     for number in stages_of_rank(schedule, rank, ranks):
-        model = _without_values(numerics, parallelism, device=device, mesh=mesh, compiled=compiled)
+        model = _without_values(numerics, parallelism, device=device, mesh=mesh, compiled=compiled, context=context)
         stage = Stage(model, family, blocks[number], edges, device=device)
         of_a_batch = _of_a_batch(mesh, parallelism)
         shard(model, family, of_a_batch, parallelism.sharding, min_unit_params=min_unit_params, root=stage)
@@ -227,7 +229,7 @@ def build_pipeline(
             is_stage=True,
         )
         stages[number] = stage
-    own_positions = edges.stream.shape[1] // parallelism.tensor_parallel
+    own_positions = edges.stream.shape[1] // parallelism.sequence_ranks
     return Pipeline(
         stages,
         schedule,

@@ -139,6 +139,18 @@ VARIANTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
     "lion, hybrid": (layout(sharding="hybrid", shard_ranks=1), 4, {"values": {"optimizer": "lion"}}),
     "lamb": (layout(sharding="zero2"), 4, {"values": {"optimizer": "lamb"}}),
     "bf16": (layout(sharding="zero2"), 4, {"numerics": {"precision": "bf16"}}),
+    "sequences shared, documents": (
+        layout("interleaved", context_parallel=2),
+        4,
+        {"document_separator": ord(" "), "attention_window": 9, "queries_per_kv": 2, "z_loss": 0.01},
+    ),
+    "sequences shared, gradients of weights apart": (layout("zero_bubble_v", context_parallel=2), 4, {"qk_norm": True}),
+    "sequences shared, sharded": (layout(sharding="full", context_parallel=2, checkpointing="selective"), 8, {}),
+    "sequences and products shared": (
+        layout(sharding="zero2", context_parallel=2, tensor_parallel=2),
+        8,
+        {"biases": True, "label_smoothing": 0.1},
+    ),
     "ramp": (layout(), 2, {"values": {"batch_doublings": 1, "batch_ramp_tokens": BATCH}}),
     "rewinding guard": (
         layout(),
@@ -149,7 +161,10 @@ VARIANTS: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "variant", quick_and_soak(VARIANTS, "learned positions, documents, recomputed", "rewinding guard")
+    "variant",
+    quick_and_soak(
+        VARIANTS, "learned positions, documents, recomputed", "sequences shared, documents", "rewinding guard"
+    ),
 )
 def test_what_a_run_may_have_is_the_same_in_stages(make_run: MakeRun, gloo_ranks: GlooRanks, variant: str) -> None:
     parallelism, ranks, settings = VARIANTS[variant]
