@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -18,6 +19,7 @@ from muscale.plans.plan import Plan, as_registered
 from muscale.plans.planning import Planner
 from muscale.proxies import ladder, transfer
 from muscale.proxies.ladder_stages import stage_law
+from muscale.proxies.study_check import known_check
 from muscale.search.sweep import Sweep
 from muscale.search.sweep_result import SweepResult
 from muscale.settings.config import StudyConfig
@@ -29,6 +31,9 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import MANIFEST
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, ScalingError, ScalingFit, StageLaw, Verdict
+
+if TYPE_CHECKING:
+    from proxy_models.coordinates.check import CoordinateCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,13 @@ class StudyContents:
         """The token files, None where they are not written yet."""
         folder = self.directory / CORPUS
         return Corpus.open(folder) if (folder / MANIFEST).exists() else None
+
+    @property
+    def coordinate_check(self) -> CoordinateCheck | None:
+        """The coordinate check under the present settings, None if it is not known."""
+        if (corpus := self.corpus) is None:
+            return None
+        return known_check(self.config, self.config.shared_numerics(corpus, self.directory), self.ledger)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,11 @@ def in_validation(document: str | bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "little") < fraction * 2**64
 
 
+def in_sample(content: bytes, share: float) -> bool:
+    """Return True for about such a share of all texts, of the held-out ones as of the others."""
+    return in_validation(b"sample\0" + content, share)
+
+
 def pieces(source: Source, validation_fraction: float, report: ReadReport | None = None) -> Iterator[Piece]:
     """Yield every document that is not empty, piece by piece, in the order of `source.files()`.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proxy_models.data.documents import in_validation, pieces
+from proxy_models.data.documents import in_sample, pieces
 from proxy_models.data.sources import CorpusError, Source, SourceFile
 from proxy_models.data.token_files import PassProgress, replace
 from proxy_models.data.tokenizer import (
@@ -62,7 +62,7 @@ class TrainingText:
                     done, at = done + sizes.get(at, 0), piece.read_from
                 if on_progress:
                     on_progress(done + piece.done_bytes, 0)
-                if piece.split == "train" and (share >= 1 or in_validation(piece.content, share)):
+                if piece.split == "train" and (share >= 1 or in_sample(piece.content, share)):
                     yield piece.content
 
 

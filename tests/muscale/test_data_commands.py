@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -68,3 +69,24 @@ def test_a_step_that_removes_much_asks_in_a_terminal(make_study: MakeStudy, caps
     assert len(lines) == len(names) / COPIES
     assert sorted(file.name for file in (path.parent / "text").iterdir()) == names
     assert muscale(capsys, "data", "clean", path).code == 0
+
+
+def test_a_failed_check_names_no_command_that_the_kind_of_corpus_refuses(
+    make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_study()
+    texts = [file.read_text() for file in sorted((path.parent / "text").iterdir())]
+    rows = [{"prompt": str(number), "completion": text} for number in range(4) for text in texts]
+    (path.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = path.read_text()
+    fields = 'kind = "jsonl"\nprompt_field = "prompt"\nfield = "completion"'
+    prompts = path.with_name("prompts.toml")
+    prompts.write_text(
+        text.replace('source = "text"', f'source = "rows.jsonl"\n{fields}').replace('"micro"', '"prompts"')
+    )
+    with_copies(path)
+    path.write_text(text)
+    for file, follows in ((path, True), (prompts, False)):
+        done = muscale(capsys, "data", "check", file)
+        assert done.code == 1
+        assert ("corpus.clean.leaks=true" in done.out + done.err) is follows

@@ -19,9 +19,10 @@ from muscale import Study, StudyFileError
 from muscale.layout import METRICS
 from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
+from muscale.store.ledger_tables import forecasts
 from muscale.tracking import mirror as mirroring
 from muscale.tracking.mirror import Mirror
-from muscale.tracking.run_sources import FullRunSource, _run_rows, ladder_runs, study_key, trials
+from muscale.tracking.run_sources import FullRunSource, _run_rows, ladder_runs, study_key, trials, whole_study
 from muscale.tracking.tracked import MOST_OPEN, Row, TrackedRun, Tracker, flat
 from muscale.tracking.trackers import Tracking, make_mirror
 from muscale.tracking.wandb_tracker import mode_of
@@ -358,3 +359,14 @@ def test_nested_values_have_dotted_names() -> None:
         "e": True,
     }
     assert np.isfinite(flat({"x": 1.5})["x"])
+
+
+def test_the_study_shows_the_measured_loss_only_of_the_plan_whose_forecast_it_shows(planted: Planted) -> None:
+    planted.end(3.1)
+    (run,) = whole_study(planted.config, planted.ledger)
+    assert run.summary["val_loss"] == pytest.approx(3.1)
+    later = {"loss": 2.0, "low": 1.9, "high": 2.1, "level": 0.9}
+    planted.ledger.insert(forecasts, plan="later", payload=planted.plan.to_dict(), **later)
+    (run,) = whole_study(planted.config, planted.ledger)
+    assert run.summary["forecast/loss"] == 2.0
+    assert "val_loss" not in run.summary

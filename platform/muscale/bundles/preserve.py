@@ -23,7 +23,7 @@ from muscale.store.lineage import Chain
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
-from scaling import Forecast, ScalingFit, Verdict
+from scaling import Forecast, ScalingFit
 
 
 def preserve(study: StudyContents, known: Findings, *, average: int = 1) -> Bundle:
@@ -136,13 +136,13 @@ def _chain_of(study: StudyContents, plan: Plan, corpus: Corpus) -> Chain:
 
 def _lineage(study: StudyContents, known: Findings, plan: Plan, promotion: Promotion) -> dict[str, Any]:
     """Every stage as the ledger has it now, with caveats where the plan was made from something else."""
-    recorded = {str(kind): study.ledger.latest_result(kind) for kind in (ResultKind.CHECK, ResultKind.TRANSFER)}
-    stages: dict[str, Any] = {name: found and found["payload"] for name, found in recorded.items()}
-    stages |= {"sweep": None, "fit": None}
+    check, found = study.coordinate_check, findings(study, known)
+    stages: dict[str, Any] = {"check": check and check.to_dict(), "transfer": None, "sweep": None, "fit": None}
     caveats: list[str] = []
-    if stages["transfer"] and (now := Verdict.from_dict(stages["transfer"]).of_axes(()).verdict) != promotion.verdict:
-        caveats.append(f"the transfer check was repeated after the run was started: {now!r}")
-    found = findings(study, known)
+    if found.transfer:
+        stages["transfer"] = found.transfer.to_dict()
+        if (now := found.transfer.of_axes(()).verdict) != promotion.verdict:
+            caveats.append(f"the transfer check was repeated after the run was started: {now!r}")
     if found.sweep:
         stages["sweep"] = found.sweep.to_dict()
     if found.fit:

@@ -35,9 +35,14 @@ def check(study: StudyFile, *, options: Options = Options()) -> int:
     """
 
     def ending(opened: Study, found: LeakCheck) -> Ending:
+        from muscale.settings.cleaning import CleanSettings  # slow to import: pydantic's models
+        from muscale.settings.corpus import sources
+
         if found.passed:
             return Ending(next=(options.line("run", study, "--dry-run"),))
-        if (clean := opened.config.corpus.clean) and clean.leaks:
+        corpus = opened.config.corpus
+        can_clean = not CleanSettings(leaks=True).errors(sources(corpus, opened.directory))
+        if not can_clean or (corpus.clean and corpus.clean.leaks):
             return Ending()  # no step removes the rest
         return Ending(next=(options.line("data clean", study, "--set", "corpus.clean.leaks=true"),))
 

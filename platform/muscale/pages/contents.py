@@ -98,7 +98,6 @@ def _card(study: StudyContents, found: Findings) -> UseCaseCard | None:
 
 def gather(study: StudyContents, found: Findings) -> ReportContents:
     """Collect all values of the report; None for a value that is not known yet."""
-    check = study.ledger.latest_result(ResultKind.CHECK)
     runs = study.ledger.runs(without=NESTED)
     corpus, known = study.corpus, _full_run(study, found.plan)
     scored = study.config.scores is not None
@@ -109,7 +108,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
         created_at=now(),
         corpus=corpus,
         leaks=known_leaks(study.config, study.ledger, corpus) if corpus else None,
-        check=CoordinateCheck.from_dict(check["payload"]) if check else None,
+        check=study.coordinate_check,
         runs=runs,
         so_far=search_so_far(study.ledger, study.config.rung_tokens()),
         sweep=found.sweep,

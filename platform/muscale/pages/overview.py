@@ -25,8 +25,8 @@ def overview(study: StudyContents) -> str:
 
 def _rows(study: StudyContents) -> Iterator[tuple[str, str]]:
     yield "study", f"{study.config.name}, in {study.directory}"
-    runs, check = study.ledger.least_losses(), study.ledger.latest_result(ResultKind.CHECK)
-    yield "check", ("passed" if check["payload"]["passed"] else "failed") if check else "not yet"
+    runs, check = study.ledger.least_losses(), study.coordinate_check
+    yield "check", ("passed" if check.passed else "failed") if check else "not yet"
     for purpose, name in _STAGES.items():
         if purpose in runs:
             n, best = runs[purpose]  # NaN if all diverged

@@ -234,7 +234,10 @@ def leak_line(leaks: LeakCheck | None) -> GateLine:
     if leaks is None:
         return GateLine(name="leaks", status="unknown", compared="held-out and training text were not compared")
     worst = "".join(f"\n{leak}" for leak in leaks.report.leaks[:WORST_LEAKS] if not leaks.passed)
-    advice = "losses on text seen in training are too low: `muscale data check` lists the passages; corpus.clean.leaks removes them"
+    advice = (
+        "losses on text seen in training are too low: `muscale data check` lists the passages; corpus.clean.leaks removes them from "
+        "text; remove them yourself from tokens and from text with prompts"
+    )
     return GateLine.judged("leaks", leaks.passed, leaks.compared + worst, advice)
 
 

@@ -174,7 +174,9 @@ def rows_of(path: Path, job: TrainerJob, known: int = 0) -> dict[int, float]:
             raise TrainingFailedError(
                 f"{where}: a segment must begin at tokens.from = {job.start:,}, got a row at {tokens:,}"
             )
-        rows = {at: value for at, value in rows.items() if at < tokens} | {tokens: loss}
+        while rows and next(reversed(rows)) >= tokens:  # a restarted program writes these again
+            rows.popitem()
+        rows[tokens] = loss
     return rows
 
 

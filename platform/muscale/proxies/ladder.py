@@ -33,7 +33,7 @@ from proxy_models.recipes.segments import branch
 from proxy_models.recipes.segments import chain as chain_of
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, RegretSurface, ScalingError, ScalingFit, fit, fit_regret_surface
-from search_spaces import Choice, Distribution, Integer, LogUniform, Ordinal, Space, Uniform, is_log
+from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Space, Uniform, is_log
 
 MAX_WARMUP = 2.1
 """Largest warmup of a fitted run, relative to the study's own fraction: a branch at half its stem's length has twice the
@@ -197,9 +197,10 @@ def _coordinates(rows: pd.DataFrame, space: Space, horizon: HorizonLaw) -> pd.Da
             at[name] = np.log2(rows[name] / horizon.rate(rows["n_tokens"].to_numpy()))
         elif name == "weight_decay_tau":
             recipes = [Recipe(**segment["recipe"]) for segment in rows["segment"]]
-            at[name] = [np.log2(r.weight_decay_tau(n)) for r, n in zip(recipes, rows["n_tokens"], strict=True)]
+            taus = (r.weight_decay_tau(n) for r, n in zip(recipes, rows["n_tokens"], strict=True))
+            at[name] = [_place(name, tau, distribution) for tau in taus]
         else:
-            at[name] = [_place(h[name], distribution) for h in rows["hyperparameters"]]
+            at[name] = [_place(name, h[name], distribution) for h in rows["hyperparameters"]]
     return at
 
 
@@ -209,15 +210,22 @@ def _policy(best: Hyperparameters, space: Space) -> dict[str, float]:
     The timescale of the decay is that of the last stage, as for each run.
     """
     values = best.to_dict() | {"weight_decay_tau": best.stretches[-1].weight_decay_tau}
-    return {name: 0.0 if name == "learning_rate" else _place(values[name], d) for name, d in _numeric(space).items()}
+    numeric = _numeric(space).items()
+    return {name: 0.0 if name == "learning_rate" else _place(name, values[name], d) for name, d in numeric}
 
 
 def _numeric(space: Space) -> dict[str, Distribution]:
-    return {name: d for name, d in space.items() if isinstance(d, Uniform | LogUniform | Integer)}
+    """Return the searched numbers. The rate always counts, since the horizon law's rates are on no list."""
+    return {name: d for name, d in space.items() if isinstance(d, Uniform | LogUniform | Integer) or _is_rate(name, d)}
 
 
-def _place(value: float, distribution: Distribution) -> float:
-    return float(np.log2(value)) if is_log(distribution) else float(value)
+def _is_rate(name: str, distribution: Distribution) -> bool:
+    return name == "learning_rate" and not isinstance(distribution, Fixed)
+
+
+def _place(name: str, value: float, distribution: Distribution) -> float:
+    is_octaves = name == "weight_decay_tau" or is_log(distribution)
+    return float(np.log2(value)) if is_octaves else float(value)
 
 
 def _surface(at: pd.DataFrame, rows: pd.DataFrame) -> RegretSurface | None:
@@ -237,7 +245,8 @@ def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space, numerics
         if (value := row["numerics"]["model"].get(name)) != ours.get(name):
             return f"its {name} is {value}, the policy's is {ours.get(name)}"
     for name, distribution in space.items():
-        if isinstance(distribution, Choice | Ordinal) and row["hyperparameters"][name] != getattr(best, name):
+        is_listed = isinstance(distribution, Choice | Ordinal) and not _is_rate(name, distribution)
+        if is_listed and row["hyperparameters"][name] != getattr(best, name):
             return f"its {name} is {row['hyperparameters'][name]!r}, the policy's is {getattr(best, name)!r}"
     if row["numerics"]["run_tokens"] not in (None, row["n_tokens"]):
         return f"its data are those of a run of {row['numerics']['run_tokens']} tokens"

@@ -112,15 +112,16 @@ class AcrossScales:
     def surface(self, known: Known) -> ResponseSurface:
         """The surface through the prior runs and the sweep's own trials so far."""
         space = self.space
-        prior_runs = [row for row in self.known_runs.to_dict("records") if _is_comparable(space, row)]
+        prior_runs = [(row, _active(space, row)) for row in self.known_runs.to_dict("records")]
         rows = [
             {
-                **coordinates(space, {name: row[name] for name in space.searched}),
+                **coordinates(space, config),
                 **{name: float(row[name]) for name in (N_PARAMS, N_TOKENS)},
                 SOURCE: row.get(SOURCE, ""),
                 "loss": row["loss"],
             }
-            for row in prior_runs
+            for row, config in prior_runs
+            if _is_comparable(space, config)
         ]
         rows += [
             {
@@ -184,6 +185,12 @@ class AcrossScales:
 
 def _format_offset(space: Space, name: str, offset: float) -> str:
     return f"× {2**offset:.3g}" if name in space and is_log(space[name]) else f"{offset:+.3g}"
+
+
+def _active(space: Space, row: Mapping[Any, Any]) -> Config:
+    """Return a row's values without those that are missing, which a table has for inactive hyperparameters."""
+    values = {name: row[name] for name in space if name in row}
+    return {name: value for name, value in values.items() if value is not None and value == value}  # NaN is not
 
 
 def _is_comparable(space: Space, config: Mapping[str, Any]) -> bool:

@@ -29,19 +29,27 @@ _UNUSABLE = ("PopulationBasedTrainingReplay", "ResourceChangingScheduler")  # ne
 _SEEDS = ("seed", "random_state_seed", "random_state", "random_seed")
 
 
-DIVERGED = 100.0
-"""Loss of a divergence for Tune's methods, which take no infinity, in nats per token: ten uniform guesses among 20,000 tokens."""
+_WORST = 10.0
+"""Nats per token, a uniform guess among 20,000 tokens. A divergence counts as ten times this or the highest loss so far, since Tune's
+methods take no infinity."""
 
 
-def report(settings: SweepSettings, rung: int, loss: float | None) -> dict[str, Any]:
-    """Return the report of a rung as Tune's methods read it; the loss is None after a divergence."""
-    length = settings.reduction_factor**rung
-    return {
-        LOSS: DIVERGED if loss is None else loss,
-        "training_iteration": rung + 1,
-        TIME: length,
-        "hyperband_info": {"budget": length},
-    }
+class Reports:
+    """Reports of rungs as Tune's methods read them, in the order in which the rungs ended."""
+
+    def __init__(self, settings: SweepSettings) -> None:
+        self._factor, self._worst = settings.reduction_factor, _WORST
+
+    def of(self, rung: int, loss: float | None) -> dict[str, Any]:
+        """Return the report of a rung; the loss is None after a divergence."""
+        self._worst = max(self._worst, loss or 0.0)
+        length = self._factor**rung
+        return {
+            LOSS: 10 * self._worst if loss is None else loss,
+            "training_iteration": rung + 1,
+            TIME: length,
+            "hyperband_info": {"budget": length},
+        }
 
 
 def tune_scheduler(settings: SweepSettings, space: Space) -> Any:

@@ -18,7 +18,7 @@ from muscale.search.population import may_follow
 from muscale.search.protocols import Advance, Start
 from muscale.search.record import Record, SweepEvent
 from muscale.search.schedulers import PreferenceScheduler
-from muscale.search.tune_methods import report, seeded, tune_scheduler
+from muscale.search.tune_methods import Reports, seeded, tune_scheduler
 from muscale.settings.sweep import SweepSettings, changeable
 from search_spaces import Config, Integer, LogUniform, Space, Uniform
 
@@ -136,6 +136,7 @@ class _Replay:
         self._settings, self._space, self._top = of.settings, of.space, of.top
         self._begins_all_first = of.begins_all_first
         self._record, self._n_seen = record, 0
+        self._reports = Reports(of.settings)
         self._controller, self._pending = _Controller(self), _TuneTrial(-1, {})
         self._chosen: _TuneTrial | None = None
 
@@ -191,7 +192,7 @@ class _Replay:
         """Report a result, and carry out what the scheduler decides."""
         loss = event.result.loss if event.result else None
         trial.rung, trial.is_diverged = event.rung, loss is None
-        result = {**report(self._settings, event.rung, loss), "trial_id": trial.trial_id}
+        result = {**self._reports.of(event.rung, loss), "trial_id": trial.trial_id}
         trial.run_metadata.last_result = result
         before = {each: each.latest_checkpoint_result for each in self.trials.values()}
         if event.rung == self._top:

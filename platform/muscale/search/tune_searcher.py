@@ -12,7 +12,7 @@ from muscale.search.protocols import Known
 from muscale.search.record import SweepEvent
 from muscale.search.record_view import RecordView
 from muscale.search.searchers import MAX_ATTEMPTS, Draws
-from muscale.search.tune_methods import report, seeded, tune_searcher
+from muscale.search.tune_methods import Reports, seeded, tune_searcher
 from muscale.settings.strict import short_repr
 from muscale.settings.sweep import SweepSettings
 from search_spaces import Config, Fixed, Space
@@ -47,6 +47,7 @@ class TuneSearcher:
 
     def _begin(self, events: Sequence[SweepEvent]) -> None:
         self._events, self._n_seen = events, 0
+        self._reports = Reports(self._settings)
         self._proposed: dict[int, Config] = {}
         self._ids: dict[int, str] = {}  # of trials that the searcher knows and that have not ended
         self._resting: dict[int, dict[str, Any]] = {}  # last reports of trials that wait
@@ -96,7 +97,7 @@ class TuneSearcher:
 
     def _arrived(self, event: SweepEvent) -> None:
         loss = event.result.loss if event.result else None
-        values = {**report(self._settings, event.rung, loss), "config": event.config}
+        values = {**self._reports.of(event.rung, loss), "config": event.config}
         if loss is None or event.rung == self._top:
             self._end(event.trial, values)
         elif name := self._ids.get(event.trial):

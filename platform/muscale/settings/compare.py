@@ -14,6 +14,7 @@ from muscale.settings.plan import Stem
 from muscale.settings.strict import StrictTable, TableError, build_strictly, format_errors
 from proxy_models.architecture.families import ModelFamily, family_of
 from proxy_models.architecture.member import Member, ModuleConfig
+from proxy_models.data.tokenizer import MIN_TRAINED_VOCAB
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from scaling.variants.verdicts import ERROR, WORTH
@@ -49,8 +50,9 @@ class VariantSettings(StrictTable):
         return changed(base, self.hyperparameters)
 
     def names_tokenizer(self, base: CorpusSettings) -> bool:
-        """Whether the variant names a tokenizer, or trains BPE, as the study does, to its vocabulary."""
-        return not TOKENIZER.isdisjoint(self.corpus) or (base.tokenizer == "bpe" and "vocab_size" in self.model)
+        """Whether the variant names a tokenizer, or trains the study's kind to its own vocabulary."""
+        is_trained = base.tokenizer in MIN_TRAINED_VOCAB and "vocab_size" in self.model
+        return is_trained or not TOKENIZER.isdisjoint(self.corpus)
 
     def has_corpus(self, base: CorpusSettings) -> bool:
         """Whether the variant needs another corpus than the study's."""

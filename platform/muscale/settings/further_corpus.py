@@ -44,7 +44,7 @@ def write_corpus(
         settings = settings if any_tokenizer else _encoded_as(first, settings, base)
         data.check(settings, base, vocab_size)
         identity = [settings.identity(), str(base.resolve())]
-        if settings.tokenizer == "bpe":
+        if settings.tokenizer in MIN_TRAINED_VOCAB:
             identity.append(str(vocab_size))
         folder = directory / CORPORA / content_key(identity)
         corpus = data.write(settings, base, folder, vocab_size, on_progress)

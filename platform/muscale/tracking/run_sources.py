@@ -232,7 +232,8 @@ def _metric(score: Score) -> str:
 def whole_study(config: StudyConfig, ledger: Ledger) -> Iterator[TrackedRun]:
     """The study as one run: a row per run in its ledger, a summary, and the files to keep; nothing before its first run."""
     directory, runs = ledger.directory, ledger.runs(without=NESTED)
-    forecast, promotion = ledger.latest_forecast(), ledger.latest_result(ResultKind.PROMOTION)
+    forecast = ledger.latest_forecast()
+    promotion = forecast and ledger.result(ResultKind.PROMOTION, forecast["plan"])
     if runs.empty and forecast is None:
         return
     name, key = config.name, study_key(directory)
@@ -248,7 +249,7 @@ def whole_study(config: StudyConfig, ledger: Ledger) -> Iterator[TrackedRun]:
         bundle = directory / BUNDLES / forecast["plan"]
         files |= {kept: bundle / kept for kept in (MANIFEST, _CARD)}
     if promotion:
-        summary["val_loss"] = promotion["payload"]["loss"]
+        summary["val_loss"] = promotion["loss"]
     yield TrackedRun(
         key=input_key(key, "study"),
         name=name,

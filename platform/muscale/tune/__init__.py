@@ -35,8 +35,8 @@ def trainable(study: Study) -> Any:
     """Return a class trainable for Tune; each iteration trains a configuration to the next rung of the study's sweep.
 
     It reports loss (by [sweep] rank_by), n_tokens, segment, diverged, and at the last rung the run's annealed_loss. Results in
-    the ledger are returned without training. A trial that diverged reports 10 ln V from then on, until it is stopped or copies
-    another, and trains no further: every loss above that is a divergence. A checkpoint names segments of the ledger: a trial
+    the ledger are returned without training. A trial that diverged reports 10 ln V from then on (1e9 if the metric is not nats per
+    token), until it is stopped or copies another, and trains no further. A checkpoint names segments of the ledger: a trial
     restored from another trial's checkpoint with other values, as in PBT, is a new segment that continues from there. Each trial
     takes the resources of one worker of [resources]. Unless this process is connected to Ray, it joins the cluster at
     RAY_ADDRESS or starts one on this machine, and stays connected. If others hold

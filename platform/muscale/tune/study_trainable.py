@@ -13,6 +13,7 @@ import numpy as np
 from ray import tune
 
 from muscale.actors.jobs import Job
+from muscale.actors.work import WORST_LOSS
 from muscale.actors.worker import open_worker
 from muscale.errors import StageError
 from muscale.search.sweep_jobs import history_from_json, history_of, history_to_json
@@ -22,12 +23,18 @@ from muscale.settings.sweep import SweepSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import runs
+from proxy_models.architecture.member import NATS, Member
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.stages import CHANGEABLE
 from proxy_models.training.guard import MOST_UNIFORMS
 from search_spaces import Config
 
 _CHECKPOINT = "segments.json"
+
+
+def diverged_loss(model: Member) -> float:
+    """Return what a divergence reports, since Tune takes no NaN: 10 ln V for nats per token, else more than any loss."""
+    return MOST_UNIFORMS * math.log(model.vocab_size) if model.loss_unit == NATS else WORST_LOSS
 
 
 class StudyTrainable(tune.Trainable):
@@ -60,7 +67,7 @@ class StudyTrainable(tune.Trainable):
         loss = rung_loss(plan, self._path, rung, outcome, rank_by=self._settings.rank_by, worker=self._worker)
         self._rung += 1
         result = {
-            "loss": MOST_UNIFORMS * math.log(plan.numerics.model.vocab_size) if loss is None else loss,
+            "loss": diverged_loss(plan.numerics.model) if loss is None else loss,
             "n_tokens": plan.rung_tokens[rung],
             "segment": outcome.key,
             "diverged": loss is None,

@@ -18,7 +18,7 @@ import numpy as np
 
 from proxy_models.data.cleaning.cleaning_step import Over, TextVerdict, gathered, save
 from proxy_models.data.cleaning.text_shards import Document, Shard
-from proxy_models.data.documents import in_validation
+from proxy_models.data.documents import in_sample
 from proxy_models.data.leaks.held_out_index import HeldOutIndex, Passage
 from proxy_models.data.leaks.leak_search import MOST_HELD_OUT, search_texts, text_indexes
 from proxy_models.data.leaks.text_units import Text
@@ -46,7 +46,7 @@ class Leaks:
         """Find the passages of every training document."""
         n_bytes = sum(len(text.content) for text in _texts(shards, "validation"))
         share = min(1.0, MOST_HELD_OUT / max(1, n_bytes))
-        held_out = (text for text in _texts(shards, "validation") if share == 1 or in_validation(text.content, share))
+        held_out = (text for text in _texts(shards, "validation") if share == 1 or in_sample(text.content, share))
         indexes = text_indexes(held_out, Counter())
         files = over(partial(_search, indexes))
         leaked = [np.zeros((0, 4), dtype=np.int64)]

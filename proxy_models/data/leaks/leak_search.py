@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from proxy_models.data.documents import ReadReport, batches, in_validation, pieces
+from proxy_models.data.documents import ReadReport, batches, in_sample, pieces
 from proxy_models.data.leaks.folded_text import Positions
 from proxy_models.data.leaks.held_out_index import HeldOutIndex, Passage
 from proxy_models.data.leaks.leak_report import Leak, LeakReport, SourceLeaks
@@ -78,7 +78,7 @@ def find_leaks(
                     on_progress(done, total)
                 if not text.counts or text.split != split:
                     continue  # prompts are often the same, and no loss is too low for that
-                if split == "train" or indexed == 1 or in_validation(text.content, indexed):
+                if split == "train" or indexed == 1 or in_sample(text.content, indexed):
                     yield text
 
     skipped: Counter[str] = Counter()

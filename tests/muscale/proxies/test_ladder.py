@@ -1,6 +1,7 @@
 """One policy for the ladder and the full run, and a reason for each row that is left out of the law."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -28,6 +29,7 @@ from proxy_models.evaluation.held_out_loss import HeldOutLoss
 from proxy_models.evaluation.quantised_loss import QuantisedLoss
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, ScalingError, fit, fit_horizon_law
+from search_spaces import Choice, Distribution, LogUniform, Ordinal, Space, Uniform
 from tests.muscale.planted import planted_fit
 
 EXPONENT = 0.3
@@ -285,6 +287,38 @@ def test_a_sweep_gives_each_run_s_distance_from_the_policy(
     table = ladder.law_rows(pd.DataFrame(runs), h, config.sweep.space, horizon, numerics)
     assert set(table["left_out"]) == {""}
     assert table["regret"].to_numpy() == pytest.approx(np.expm1(planted), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution"),
+    [
+        ("weight_decay_tau", Uniform(low=0.5, high=4.0)),
+        ("weight_decay_tau", LogUniform(low=0.5, high=4.0)),
+        ("learning_rate", Ordinal(values=(0.002, 0.004, 0.008, 0.016, 0.032))),
+        ("learning_rate", Choice(values=(0.002, 0.004, 0.008, 0.016, 0.032))),
+    ],
+    ids=str,
+)
+def test_the_ladder_enters_the_law_whatever_the_space_s_distributions(
+    config: StudyConfig, numerics: Numerics, horizon: HorizonLaw, name: str, distribution: Distribution
+) -> None:
+    """Losses planted as parabolas in octaves of the rate and of the timescale; no rate of the ladder is on the list."""
+    generator, n_tokens = np.random.default_rng(0), 16384
+    best = replace(config.hyperparameters, weight_decay_tau=2.0)
+    runs = []
+    for u, off in generator.uniform(0, 1, (24, 2)):
+        rate = float(horizon.rate(n_tokens) * 2 ** (2 * off - 1))
+        tuned = replace(best, **{"learning_rate": rate, name: distribution.decode([u])})
+        (job,) = ladder.branches(numerics, tuned, [n_tokens], tuned_at=n_tokens, purpose="sweep", label="trial")
+        octaves = math.log2(tuned.learning_rate / horizon.rate(n_tokens)), math.log2(tuned.weight_decay_tau / 2)
+        runs.append(as_run(job) | {"loss": 2 * math.exp(0.02 * octaves[0] ** 2 + 0.03 * octaves[1] ** 2)})
+    tuned = ladder.tuned_for(best, horizon, n_tokens)
+    (job,) = ladder.branches(numerics, tuned, [n_tokens], tuned_at=n_tokens, purpose="ladder", label="w")
+    runs.append(as_run(job))
+    space = Space({"learning_rate": config.sweep.space["learning_rate"], name: distribution})
+    table = ladder.law_rows(pd.DataFrame(runs), best, space, horizon, numerics)
+    assert table["left_out"].iloc[-1] == ""
+    assert table["regret"].iloc[-1] < 1e-4
 
 
 def test_the_ladder_is_fitted_as_it_stands_and_from_parquet(

@@ -208,3 +208,12 @@ def test_a_single_text_is_cut_at_the_same_byte_by_every_tokenizer(tmp_path: Path
     first = write_corpus(tmp_path / "bytes", str(path))
     other = write_corpus(tmp_path / "bpe", str(path), tokenizer=TokenizerSettings(kind="bpe", vocab_size=300))
     assert held_out_bytes(first) == held_out_bytes(other) == {"corpus": first.n_validation_tokens - 1}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_another_vocabulary_of_a_trained_tokenizer_trains_another_one(make_study: MakeStudy, kind: str) -> None:
+    settings = {"corpus.tokenizer": kind, "model.vocab_size": 270}
+    sizes = {f"variants.v{size}.model.vocab_size": size for size in (280, 290)}
+    study = Study.open(make_study(), {**STEMS, **settings, **sizes}, quiet=True)
+    corpora = variant_corpora(study.config, study.corpus, study.directory, lambda done, total: None)
+    assert {name: corpus.vocab_size for name, corpus in corpora.items()} == {"v280": 280, "v290": 290}

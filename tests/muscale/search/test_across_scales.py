@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import pandas as pd
+import pytest
 
 from muscale.search.across_scales import AcrossScales, expected_drift
 from muscale.search.protocols import Observation
-from search_spaces import Choice, Config, Fixed, LogUniform, Ordinal, Space, Uniform
+from search_spaces import Choice, Condition, Config, Fixed, LogUniform, Ordinal, Space, Uniform
 
 RATE = LogUniform(low=1e-3, high=1e-1)
 
@@ -117,3 +118,19 @@ def test_a_source_whose_optimum_lies_elsewhere_is_named() -> None:
     assert message.startswith("../moe has its optimum elsewhere")
     assert "learning_rate × 4" in message or "learning_rate × 3." in message
     assert searcher(Space({"learning_rate": RATE}), known_runs(0.006)).describe_disagreements(Trials([])) == []
+
+
+@pytest.mark.parametrize("missing", [math.nan, None])
+def test_known_runs_without_an_inactive_value_count(missing: float | None) -> None:
+    """As a table has them; the better optimizer has no such value."""
+    tau = LogUniform(low=0.05, high=5.0, when=Condition.from_dict({"optimizer": ["adamw"]}))
+    space = Space({"optimizer": Choice(values=("adamw", "lion")), "learning_rate": RATE, "weight_decay_tau": tau})
+    known = known_runs(0.006)
+    rows = [
+        {**row, "optimizer": name, "weight_decay_tau": value, "loss": row["loss"] + loss}
+        for name, value, loss in (("adamw", 1.0, 0.5), ("lion", missing, 0.0))
+        for row in known.to_dict("records")
+    ]
+    config = searcher(space, pd.DataFrame(rows)).propose(0, Trials([], space=space))
+    assert config["optimizer"] == "lion"
+    assert abs(math.log2(cast(float, config["learning_rate"]) / 0.006)) < 0.5

@@ -15,7 +15,7 @@ from ray.tune.search import BasicVariantGenerator
 from muscale.errors import StageError
 from muscale.search.engine import Engine
 from muscale.search.sweep_jobs import TrialSegment
-from muscale.search.tune_methods import require_known_arguments, tune_scheduler, tune_searcher
+from muscale.search.tune_methods import Reports, require_known_arguments, tune_scheduler, tune_searcher
 from muscale.settings.sweep import SweepSettings
 from search_spaces import Choice, Config, LogUniform, Simplex, Space, Uniform
 from tests.quick import quick_and_soak
@@ -209,3 +209,10 @@ def test_an_argument_that_no_method_takes_is_refused_by_name(searcher: str, sche
     with pytest.raises(StageError) as refused:
         require_known_arguments(settings(searcher, scheduler, tune={key: 1}), searcher)
     assert str(refused.value).startswith(f"sweep.tune.{key}:")
+
+
+def test_a_divergence_is_worse_than_any_loss_so_far_in_every_metric() -> None:
+    reports = Reports(settings("random", "tune:ASHAScheduler"))
+    assert reports.of(0, None)["loss"] == 100
+    assert reports.of(0, 320.0)["loss"] == 320
+    assert reports.of(1, None)["loss"] == 3200

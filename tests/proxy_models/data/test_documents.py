@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from proxy_models.data import documents
-from proxy_models.data.documents import in_validation, pieces
+from proxy_models.data.documents import in_sample, in_validation, pieces
 from proxy_models.data.sources import CorpusError, Kind, Source
 
 TEXTS = [f"document {number}: naïve – 本\n" * (number % 3 + 1) for number in range(40)]
@@ -248,3 +248,12 @@ def test_a_record_has_the_number_of_its_line_or_row(kind: Kind, lines: list[int]
             writer.write_table(table)
         (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
     assert [piece.line for piece in pieces(Source(path=str(tmp_path), kind=kind), 0.5)] == lines
+
+
+@pytest.mark.parametrize(("fraction", "share"), [(0.1, 0.05), (0.1, 0.5), (0.4, 0.2)])
+def test_a_sample_takes_its_share_of_either_split(fraction: float, share: float) -> None:
+    """The split is by a hash of the text too, so that the same hash would sample one side alone."""
+    texts = [f"text {number}".encode() for number in range(6000)]
+    for held_out in (True, False):
+        side = [text for text in texts if in_validation(text, fraction) is held_out]
+        assert sum(in_sample(text, share) for text in side) / len(side) == pytest.approx(share, abs=0.06)

@@ -10,7 +10,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy_models.data.sources import CorpusError
+from proxy_models.data import kept_tokenizer
+from proxy_models.data.kept_tokenizer import TrainingText
+from proxy_models.data.sources import CorpusError, Source, SourceFile
+from proxy_models.data.token_files import PassProgress
 from proxy_models.data.tokenizer import (
     END_OF_TEXT,
     MIN_TRAINED_VOCAB,
@@ -173,3 +176,16 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, bpe: FileTokeni
 def test_contradictory_settings_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TokenizerSettings(**values)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_is_trained_on_a_sample_of_records_smaller_than_the_held_out_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps({"text": f"record {number} of many"}) + "\n" for number in range(4000)))
+    monkeypatch.setattr(kept_tokenizer, "SAMPLE_BYTES", path.stat().st_size // 20)
+    source = Source(path=str(path), kind="jsonl")
+    file = SourceFile(path=path.name, bytes=path.stat().st_size, modified_ns=0, sha256="")
+    text = TrainingText(sources={"own": source}, files={"own": [file]}, validation_fraction=0.1)
+    read = list(text.read(PassProgress(None, {}, passes=1)))
+    assert len(read) == pytest.approx(4000 * 0.9 / 20, rel=0.3)

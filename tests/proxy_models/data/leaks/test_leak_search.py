@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from proxy_models.data.documents import in_validation
+from proxy_models.data.leaks import leak_search
 from proxy_models.data.leaks.leak_report import LeakReport
 from proxy_models.data.leaks.leak_search import find_leaks
 from proxy_models.data.sources import Source
@@ -197,3 +198,17 @@ def test_progress_ends_at_all_bytes_of_both_passes(tmp_path: Path) -> None:
     total = 2 * sum(path.stat().st_size for path in (tmp_path / "texts").iterdir())
     assert seen[-1] == (total, total)
     assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_of_much_held_out_text_a_stated_share_is_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    path = tmp_path / "records.jsonl"
+    texts = [" ".join(words(20, number)) for number in range(1000)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    held_out = [text for text in texts if in_validation(text, FRACTION)]
+    monkeypatch.setattr(leak_search, "MOST_HELD_OUT", share * FRACTION * path.stat().st_size)
+    found = leaks(Source(path=str(path), kind="jsonl"))
+    assert found.indexed == pytest.approx(share)
+    assert sum(of.documents for of in found.held_out.values()) == pytest.approx(share * len(held_out), rel=0.25)
