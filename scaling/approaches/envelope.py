@@ -8,6 +8,7 @@ the best size at a crossing is assumed to be the geometric mean of the two sizes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -26,7 +27,7 @@ from scaling.approaches.compute_powers import (
 from scaling.approaches.loss_curves import COLUMNS, Curves, curves_of
 from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
-from scaling.fits.as_found import NO_COLUMNS, NOTES
+from scaling.fits.as_found import BYTES, NO_COLUMNS, NOTES, PER_BYTE, UNIT
 from scaling.fits.runs import ASSUMED, Table, counts, naming, read_runs, require_convention, to_nats
 from scaling.fits.unfinished import finished
 from scaling.forms.law import NATS, compute_flops
@@ -38,7 +39,7 @@ def fit_envelope(
     curves: Table,
     *,
     n_params_convention: str,
-    loss_unit: str = NATS,
+    loss_unit: str | None = None,
     n_bootstrap: int = 400,
     seed: int = 0,
     columns: Mapping[str, str] = NO_COLUMNS,
@@ -103,11 +104,14 @@ def fit_envelope(
     )
 
 
-def _checked(curves: pd.DataFrame, loss_unit: str) -> tuple[pd.DataFrame, str]:
+def _checked(curves: pd.DataFrame, loss_unit: str | None) -> tuple[pd.DataFrame, str]:
     """Checked columns n_params, n_tokens, loss, compute_flops, run, and the unit of the losses."""
-    factor, unit = to_nats(loss_unit)
+    factor, unit = to_nats(loss_unit or curves.attrs.get(UNIT) or NATS)
+    loss = factor * numbers(curves, "loss")
+    if unit == PER_BYTE and BYTES in curves:
+        loss, unit = math.log(2) * numbers(curves, BYTES) * loss, NATS
     found = {"n_params": counts(curves, "n_params"), "n_tokens": numbers(curves, "n_tokens")}
-    found |= {"loss": factor * numbers(curves, "loss"), "compute_flops": compute_flops(*found.values())}
+    found |= {"loss": loss, "compute_flops": compute_flops(*found.values())}
     table = pd.DataFrame({**found, "run": names(curves, "run")})
     if (several := table.groupby("run")["n_params"].nunique()).gt(1).any():
         raise ValueError(f"n_params must have one value per run, got {several.max()} in run {several.idxmax()}")

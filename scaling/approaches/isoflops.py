@@ -33,7 +33,7 @@ from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.fitting import fit, select
 from scaling.fits.runs import Table, require_convention
 from scaling.forms import Chinchilla
-from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, NATS, Law
+from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, Law
 from scaling.minimizers.bootstrap import stem_weights, widening
 from scaling.quantiles import two_sided
 
@@ -93,7 +93,7 @@ def fit_isoflops(
     runs: Table,
     *,
     n_params_convention: str,
-    loss_unit: str = NATS,
+    loss_unit: str | None = None,
     n_bootstrap: int = 400,
     seed: int = 0,
     max_regret: float = 0.0025,

@@ -128,7 +128,7 @@ def decide(
         tolerance=tolerance,
         level=level,
     )
-    stated = [] if tokens_per_param is None else [f"D/N was given, {tokens_per_param:.4g}, not decided"]
+    stated = [] if tokens_per_param is None else [_stated(tokens_per_param, case.n_tokens / case.n_params)]
     return Decision(
         law=point,
         n_params=case.n_params,
@@ -167,6 +167,11 @@ def _require_one_question(budget: Budget | float | None, loss: float | None, tok
             f"tokens_per_param is for a budget, got tokens_per_param={tokens_per_param!r} and loss={loss!r}"
         )
     require_positive("tokens_per_param", tokens_per_param)
+
+
+def _stated(given: float, found: float) -> str:
+    said = f"D/N was given, {given:.4g}, not decided"
+    return said if math.isclose(given, found, rel_tol=0.01) else f"{said}; at the nearest size it is {found:.4g}"
 
 
 def _least(spending: Spending, values: Mapping[str, Array], loss: float) -> float:

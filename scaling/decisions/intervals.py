@@ -42,9 +42,7 @@ def by_forecast(
 
     decided = np.log(answer[["n_params", "n_tokens"]].to_numpy(float))
     sizes, tokens = np.exp(decided + ensemble.moves(chosen)).T
-    if spending.sizes is not None:
-        sizes = spending.sizes[np.abs(np.log(spending.sizes) - np.log(sizes)[:, None]).argmin(axis=1)]
-    sizes = np.minimum(sizes, spending.max_active_params)
+    sizes = _allowed(spending, sizes)
     if loss is None:
         tokens = spending.tokens(sizes, answer["total_flops"])
     ends = np.array(tails(forecast.level))
@@ -70,10 +68,25 @@ def by_forecast(
 def by_refits(
     fit: ScalingFit, spending: Spending, answer: pd.Series, loss: float | None, budget: float, level: float
 ) -> pd.DataFrame:
-    """Intervals over the bootstrap of a law that has no forecast; infinite if refits never reach the loss."""
-    values, count = fit.law.form.stacked(fit.draws), len(fit.draws)
+    """Intervals over the refits of a law that has no forecast, widened; infinite if refits never reach the loss."""
+    values, count = fit.law.form.stacked(fit.refits), len(fit.refits)
     budgets = np.full(count, budget) if loss is None else spending.least_budget(values, loss, count)
-    found = spending.answers(values, budgets).to_numpy()
+    estimate = answer.to_numpy(float)
+    found = pd.DataFrame(
+        estimate * (spending.answers(values, budgets).to_numpy() / estimate) ** fit.widening, columns=[*QUANTITIES]
+    )
+    sizes = found["n_params"].to_numpy()
+    found["n_params"] = sizes = np.where(np.isfinite(sizes), _allowed(spending, sizes), sizes)
+    if loss is None:
+        found["n_tokens"] = spending.tokens(sizes, budget)
+        found["tokens_per_param"] = found["n_tokens"] / sizes
     # Bounds are draws themselves, as one can't interpolate between two infinite draws.
     low, high = np.quantile(found, tails(level), axis=0, method="nearest")
-    return pd.DataFrame({"estimate": answer.to_numpy(float), "low": low, "high": high}, index=[*QUANTITIES])
+    return pd.DataFrame({"estimate": estimate, "low": low, "high": high}, index=[*QUANTITIES])
+
+
+def _allowed(spending: Spending, sizes: Array) -> Array:
+    """The nearest of the sizes that can be chosen, within the memory."""
+    if spending.sizes is not None:
+        sizes = spending.sizes[np.abs(np.log(spending.sizes) - np.log(sizes)[:, None]).argmin(axis=1)]
+    return np.minimum(sizes, spending.max_active_params)

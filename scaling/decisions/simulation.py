@@ -19,6 +19,7 @@ import pandas as pd
 from scaling.checks import numbers, require_columns
 from scaling.decisions.accelerators import require_positive
 from scaling.fits.fitting import fit
+from scaling.fits.support import unsupported
 from scaling.forms.law import Law, compute_flops
 from scaling.presentation import Result, counted, lines
 
@@ -153,7 +154,7 @@ def simulate(
     expected, truth = np.log(law.loss(size, tokens)), float(law.loss(n_params, n_tokens))
     generator = np.random.default_rng(seed)
     records: list[dict[str, float]] = []
-    reasons: list[str] = []
+    reasons: dict[str, list[str]] = {}  # by their short names
     for _ in range(n_trials):
         shared = stem_noise * generator.standard_normal(stems.max() + 1)[stems]
         drawn = runs.assign(loss=np.exp(expected + shared + noise * generator.standard_normal(len(runs))))
@@ -167,10 +168,11 @@ def simulate(
                 "width": (forecast.high - forecast.low) / forecast.loss,
                 "held": forecast.low <= truth <= forecast.high,
                 "supported": forecast.supported,
-                "size_error": math.log(fitted.law.allocate(flops).n_params / best_size),
+                "size_error": math.log(fitted.best_law.allocate(flops).n_params / best_size),
             }
         )
-        reasons += forecast.reasons
+        for name, sentence in unsupported(fitted.rows, fitted.ensemble, n_params, n_tokens).items():
+            reasons.setdefault(name, []).append(sentence)
     return Simulation(
         design=runs,
         n_params=float(n_params),
@@ -181,7 +183,7 @@ def simulate(
         stem_noise=stem_noise,
         level=level,
         trials=pd.DataFrame(records),
-        reasons=tuple(pd.Series(reasons, dtype="str").value_counts().index),
+        reasons=tuple(sentences[0] for sentences in sorted(reasons.values(), key=len, reverse=True)),
     )
 
 

@@ -22,6 +22,7 @@ from scaling.checks import positive
 from scaling.downstream.score_law import ScoreForecast, ScoreLaw, fit_score
 from scaling.fits.fitting import fit
 from scaling.fits.result import ScalingFit
+from scaling.fits.runs import to_nats
 from scaling.quantiles import two_sided
 from scaling.serialization import JsonResult
 
@@ -149,7 +150,7 @@ def fit_loss_law(
     law = fit(
         ends[["n_params", "n_tokens", "stem"]].assign(loss=ends[metric]),
         n_params_convention=n_params_convention,
-        loss_unit=unit,
+        loss_unit=unit if to_nats(unit)[0] == 1 else f"{unit} of {metric}",  # the score stays in its unit
         n_bootstrap=n_bootstrap,
         seed=seed,
     )

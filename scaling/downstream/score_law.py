@@ -218,8 +218,9 @@ class ScoreLaw(FittedResult):
             reasons.append(
                 f"the product of its sizes is {math.exp(compute - self.largest):.3g} times the largest row's"
             )
-        if family is None and 1 < len(self.families) < MIN_FAMILIES:
-            reasons.append(f"a new family, and only {len(self.families)} families tell how much families differ")
+        if self._known(family) is None and (n := len(self.families)) < MIN_FAMILIES:
+            known = "one family does" if n == 1 else f"{n} families do"
+            reasons.append(f"a new family, and only {known} tell how much families differ")
         return reasons
 
     def __str__(self) -> str:

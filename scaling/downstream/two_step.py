@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from scaling.arrays import Array
 from scaling.checks import names, numbers, require_columns
 from scaling.downstream.sigmoid import DownstreamLaw, fit_downstream
-from scaling.fits.as_found import NO_COLUMNS
+from scaling.fits.as_found import BYTES, NO_COLUMNS
 from scaling.fits.fitting import fit
 from scaling.fits.forecast import Forecast, interval_factor
 from scaling.fits.result import ScalingFit
@@ -170,8 +170,9 @@ def fit_two_step(
 
 
 def _with_loss(table: pd.DataFrame, factor: float) -> pd.DataFrame:
-    """Return the table with the task's loss, times the factor, as `loss`."""
-    return table.drop(columns="task_loss").assign(loss=factor * numbers(table, "task_loss"))
+    """Return the table with the task's loss, times the factor, as `loss`, in one unit for both steps whatever the bytes of a token."""
+    kept = table.drop(columns=["task_loss", BYTES], errors="ignore")
+    return kept.assign(loss=factor * numbers(table, "task_loss"))
 
 
 def _stems(table: pd.DataFrame, kind: str) -> NDArray[Any]:

@@ -103,14 +103,21 @@ def draw_contours(data: pd.DataFrame, n_params_convention: str, loss_unit: str =
 
 
 def allocation_data(
-    law: Law, fits: Ensemble | Array, compute_range: tuple[float, float], level: float = 0.9, **columns: float
+    law: Law,
+    fits: Ensemble | Array,
+    compute_range: tuple[float, float],
+    level: float = 0.9,
+    *,
+    widening: float = 1.0,
+    **columns: float,
 ) -> pd.DataFrame:
     """One row for each quantity and budget: quantity (n_params, n_tokens, tokens_per_param), compute_flops, value, low, high.
 
     The series is `fitted` up to the largest run's compute, and `extrapolated` from there to 10 times as much.
 
     Args:
-        fits: source of the interval: several fits and their draws (`Ensemble.moves`), or draws of the law's parameters.
+        fits: source of the interval: several fits and their draws (`Ensemble.moves`), or refits of the law's parameters.
+        widening: factor by which the logarithms of the refits' sizes are moved away from the best size.
         compute_range: least and largest compute of the runs, FLOPs.
 
     Raises:
@@ -123,7 +130,8 @@ def allocation_data(
         moves = fits.moves(lambda values, _: np.log(best_sizes(fits.form, values, flops, columns)))
         drawn = best["n_params"].to_numpy() * np.exp(moves)
     else:
-        drawn = best_sizes(law.form, law.form.stacked(fits), flops, columns)
+        size = best["n_params"].to_numpy()
+        drawn = size * (best_sizes(law.form, law.form.stacked(fits), flops, columns) / size) ** widening
     product = flops / FLOPS_PER_PARAM_TOKEN
     of_draws = {"n_params": drawn, "n_tokens": product / drawn, "tokens_per_param": product / drawn**2}
     best["tokens_per_param"] = best["n_tokens"] / best["n_params"]

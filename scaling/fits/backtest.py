@@ -218,6 +218,6 @@ def _table(
 
 
 def _spread(result: ScalingFit, rows: dict[str, Array]) -> Array:
-    """Standard deviation of log loss over the bootstrap draws, [K]."""
-    values = result.law.form.stacked(result.draws)
-    return np.asarray(np.log(result.law.form.loss(values, rows)).std(axis=0))
+    """Standard deviation of log loss over the bootstrap refits, widened, [K]."""
+    values = result.law.form.stacked(result.refits)
+    return np.asarray(result.widening * np.log(result.law.form.loss(values, rows)).std(axis=0))

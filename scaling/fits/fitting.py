@@ -127,7 +127,8 @@ def fit(
     resampled = weights * stem_weights(stems, n_bootstrap, seed)
     drawn = priors and priors.drawn(n_bootstrap, seed)
     draws, draws_converged = refit(problem, log_loss, resampled, thetas[best], thresholds(delta)[-2:], drawn)
-    apart = thetas[best] + spread(form, problem, thetas[best], weights, stems) * (draws - thetas[best])
+    widening = spread(form, problem, thetas[best], weights, stems)
+    apart = thetas[best] + widening * (draws - thetas[best])
 
     return ScalingFit(
         law=Law(
@@ -140,6 +141,8 @@ def fit(
         delta=delta,
         rows=rows,
         left_out=checked.left_out,
+        refits=problem.natural(draws),
+        widening=widening,
         draws=problem.natural(np.clip(apart, problem.lower, problem.upper)),
         seed=seed,
         warnings=(

@@ -39,8 +39,11 @@ class ScalingFit(JsonResult):
         objective: Σ Huber of log residuals at the estimate; at one size with the prior's part.
         rows: the fitted rows: n_params, n_tokens, the form's other columns, loss, stem; the index is the caller's.
         left_out: rows that were not fitted, with a `reason`.
-        draws: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order, spread by
-            `scaling.minimizers.bootstrap.widening` so that percentiles also cover with few runs.
+        refits: parameters of the bootstrap refits, [n_draws, n_parameters], in the form's order.
+        widening: factor by which the logarithm of what follows from a refit is moved away from the estimate, so that percentiles also
+            cover with few runs (`scaling.minimizers.bootstrap.widening`).
+        draws: the refits' parameters moved so, each by itself. Parameters compensate each other, which such draws do not, so a
+            quantity of several parameters is computed from `refits`, and moved then.
         warnings: why the fitted form and its parameters are doubtful; a forecast states its reasons separately.
         assumptions: assumptions about the rows that no column states.
     """
@@ -50,6 +53,8 @@ class ScalingFit(JsonResult):
     delta: float
     rows: Annotated[pd.DataFrame, TableLayout("tight")] = field(repr=False)
     left_out: Annotated[pd.DataFrame, TableLayout("tight")] = field(repr=False)
+    refits: Array = field(repr=False)
+    widening: float
     draws: Array = field(repr=False)
     seed: int
     warnings: tuple[str, ...]
@@ -196,7 +201,8 @@ class ScalingFit(JsonResult):
         estimate, draws = dict(self.law.parameters), dict(zip(self.law.parameters, self.draws.T, strict=True))
         if (exponent := self.law.params_exponent) is not None:
             estimate["params_exponent"] = exponent
-            draws["params_exponent"] = params_exponent(self.law.form, draws)
+            refits = dict(zip(self.law.parameters, self.refits.T, strict=True))
+            draws["params_exponent"] = exponent * (params_exponent(self.law.form, refits) / exponent) ** self.widening
         low, high = np.quantile(np.stack([*draws.values()]), tails(level), axis=1)
         return pd.DataFrame({"estimate": [*estimate.values()], "low": low, "high": high}, index=[*estimate])
 
@@ -233,8 +239,9 @@ class ScalingFit(JsonResult):
     def plot_allocation(self, level: float = 0.9, **columns: float) -> Figure:
         """The best N, D and D/N against compute with intervals, by `best_law`; raises ScalingError for a law of tokens only."""
         self._require_sizes()
-        fits = self.ensemble if self.has_forecast else self.draws
-        data = allocation_data(self.best_law, fits, self.compute_range, level, **self._shown(columns))
+        fits = self.ensemble if self.has_forecast else self.refits
+        shown = self._shown(columns)
+        data = allocation_data(self.best_law, fits, self.compute_range, level, widening=self.widening, **shown)
         return draw_allocation(data, self.n_params_convention)
 
     def plot_sizes(self, compute_flops: Sequence[float], within: float = 0.005, **columns: float) -> Figure:

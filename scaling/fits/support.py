@@ -46,6 +46,7 @@ MAX_RISE = 2.5
 and of 298 public ones exceeds it; of five runs that rise by .7 % at each doubling, 92 to 100 % do (`tests/benchmarks/one_size.py`)."""
 _USUAL_NOISE, _USUAL_RUNS = 0.004, 4
 """Noise of log loss that is usual for finished runs, and the number of residuals that it counts for."""
+_LEAST_UPPER = 5  # runs of the upper half over which a rise is measured
 MOST_NATS = math.log(1e6)
 """Loss of a uniform guess among a million tokens; a larger number is no loss in nats."""
 
@@ -94,6 +95,12 @@ def _of_fits(rows: pd.DataFrame, ensemble: Ensemble) -> dict[str, str]:
             f"the runs end far above the floor of the loss: E is {share:.3g} of the least loss, below {LEAST_FLOOR:g}, the least at "
             "which forecasts were tested; larger or longer runs help"
         )
+    for name, what in (("n_params", "parameters"), ("n_tokens", "tokens")):
+        if not has_one_size(rows) and (slope := _rise_along(made, name)) > MAX_RISE:
+            found["rising"] = (
+                f"the losses of the larger runs rise with the {what}, by {slope:.2g} standard errors: the law can only fall; "
+                "too high a rate or repeated text may cause it"
+            )
     if ensemble.law.loss_unit == NATS and (most := float(made["loss"].max())) > MOST_NATS:
         found["unit"] = (
             f"a loss of {most:.4g} nats per token is worse than a uniform guess among a million tokens, as a perplexity is: "
@@ -178,6 +185,24 @@ def _rise(rows: pd.DataFrame) -> float:
         away = x[longer] - x[longer].mean()
         slopes.append(float(away @ y[longer] / math.sqrt(variance * (away @ away))))
     return max(slopes)
+
+
+def _rise_along(rows: pd.DataFrame, name: str) -> float:
+    """Slope of log loss in the logarithm of N or D over the upper half of its values, the other held, in standard errors."""
+    along = rows[name].to_numpy(np.float64)
+    values = np.unique(along)
+    upper = rows[along >= values[len(values) // 2]]
+    x = np.log(upper[["n_params", "n_tokens"]].to_numpy(np.float64))
+    if (
+        len(upper) < _LEAST_UPPER
+        or np.linalg.matrix_rank(design := np.column_stack([np.ones(len(x)), x - x.mean(axis=0)])) < 3
+    ):
+        return -math.inf
+    inverse, y = np.linalg.inv(design.T @ design), np.log(upper["loss"].to_numpy(np.float64))
+    slopes = inverse @ design.T @ y
+    residuals, at = y - design @ slopes, 1 + (name == "n_tokens")
+    variance = (_USUAL_RUNS * _USUAL_NOISE**2 + residuals @ residuals) / (_USUAL_RUNS + len(y) - 3)
+    return float(slopes[at] / math.sqrt(variance * inverse[at, at]))
 
 
 def _of_sparsity(rows: pd.DataFrame, n_tokens: float, sparsity: float) -> dict[str, str]:

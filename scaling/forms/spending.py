@@ -45,6 +45,7 @@ class Spending:
         max_params: most parameters, all experts included, or infinite.
         max_sparsity: most total over active parameters, under a law of experts whose sparsity `columns` do not fix; or infinite.
         max_training_flops: most FLOPs of the training alone, or infinite.
+        max_ratio: most tokens per parameter, or infinite.
         sizes: the only N that can be chosen, [M], or None for any.
         sparsities: sparsity of each of `sizes`, [M], or None if it is decided. Of equal sizes the sparsest comes first.
         columns: the form's other columns, the same for every run.
@@ -58,6 +59,7 @@ class Spending:
     max_params: float = math.inf
     max_sparsity: float = math.inf
     max_training_flops: float = math.inf
+    max_ratio: float = math.inf
     sizes: Array | None = None
     sparsities: Array | None = None
     columns: Mapping[str, float] = field(default_factory=dict)
@@ -83,7 +85,8 @@ class Spending:
         flops_per_param = np.minimum(
             np.asarray(budget) / n_params - self.served_flops_per_param, self.max_training_flops / n_params
         )
-        return np.asarray(np.minimum(flops_per_param / FLOPS_PER_PARAM_TOKEN, self.max_tokens))
+        most = np.minimum(self.max_tokens, self.max_ratio * np.asarray(n_params))
+        return np.asarray(np.minimum(flops_per_param / FLOPS_PER_PARAM_TOKEN, most))
 
     def loss(self, values: Values, n_params: Array, n_tokens: Array, sparsity: Array | None = None) -> Array:
         """Expected loss, infinite without tokens; with the sparsity that `self.sparsity` chooses unless it is given."""
@@ -142,17 +145,19 @@ class Spending:
         return table
 
     def at_ratio(self, tokens_per_param: float, budget: float) -> "Spending":
-        """The spending with N fixed so that the budget buys `tokens_per_param`; N is the nearest of `sizes`, if there are any."""
+        """The spending with N fixed to the largest with `tokens_per_param` within the limits, or to the nearest of `sizes`."""
         serving, training = self.served_flops_per_param, FLOPS_PER_PARAM_TOKEN * tokens_per_param
         size = (math.sqrt(serving**2 + 4 * training * budget) - serving) / (
             2 * training
         )  # training·N² + serving·N = budget
+        of_data, of_time = self.max_tokens / tokens_per_param, math.sqrt(self.max_training_flops / training)
+        size = min(size, self.max_active_params, of_data, of_time)
         if self.sizes is not None:
             nearest = np.abs(np.log(self.sizes / size)).argmin()
             kept = self.sizes == self.sizes[nearest]
             chosen = None if self.sparsities is None else self.sparsities[kept]
             return replace(self, sizes=self.sizes[kept], sparsities=chosen)
-        return replace(self, sizes=np.array([min(size, self.max_active_params)]))
+        return replace(self, sizes=np.array([size]), max_ratio=tokens_per_param)
 
     def range(self, budget: Array) -> tuple[Array, Array]:
         """Bounds of log N for the search of the best size."""

@@ -141,9 +141,23 @@ class DomainProcess:
         return np.asarray(self.spread**2 * (_covariance(at, to, self.numbers) - left))
 
     def left_out(self) -> tuple[Array, Array]:
-        """Mean and standard deviation (noise included) of each run's g given the others, [n] (Rasmussen & Williams 2006, eq. 5.12)."""
+        """Mean and standard deviation (noise included) of each run's g given the runs at other points, [n].
+
+        Rasmussen & Williams 2006, eq. 5.12, for several runs at once where runs repeat a mixture at one scale.
+        """
         variance = 1 / np.diag(self._inverse)
-        return self.response - self.spread * self._solved * variance, self.spread * np.sqrt(variance)
+        error = self._solved * variance
+        for point in np.flatnonzero(np.bincount(self._points) > 1):
+            equal = np.flatnonzero(self._points == point)
+            covariance = np.linalg.inv(self._inverse[np.ix_(equal, equal)])
+            error[equal], variance[equal] = covariance @ self._solved[equal], np.diag(covariance)
+        return self.response - self.spread * error, self.spread * np.sqrt(variance)
+
+    @cached_property
+    def _points(self) -> Integers:
+        """Number of each run's point; equal for runs that repeat a mixture at one scale."""
+        inputs = np.column_stack([self.at.x, self.at.s])
+        return np.asarray(np.unique(inputs, axis=0, return_inverse=True)[1]).ravel()
 
     def cross_fitted(self) -> tuple[Array, Array]:
         """Return predictions like `left_out` for the `judged_rows`, by lengths and variances fitted without the run.
@@ -154,7 +168,8 @@ class DomainProcess:
         if len(judged) < n:
             mean, deviation = self.left_out()
             return mean[judged], deviation[judged]
-        part, found = np.random.default_rng(0).permutation(n) % FOLDS, np.empty((2, n))
+        _, first, point = np.unique(self._points, return_index=True, return_inverse=True)
+        part, found = np.random.default_rng(0).permutation(n)[first[point]] % FOLDS, np.empty((2, n))
         for fold in range(FOLDS):
             others = np.flatnonzero(part != fold)
             of_others = self.refitted(others[fitted_rows(len(others))])

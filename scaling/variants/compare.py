@@ -113,6 +113,7 @@ def compare_variants(
         n_sizes=len(now.law.x),
         unit=unit,
         noise=now.noise,
+        noise_dof=now.noise_dof,
         baseline_loss=math.exp(now.law.log_loss(math.log(target))),
         table=judged,
         measured=_frame(
@@ -145,6 +146,8 @@ _LEAST_SPAN = 1.5
 """Least ratio of the baseline's largest to its smallest compute at which a rise of its loss is no effect of D/N (assumed)."""
 _MOST_RISE = 4.0
 """Largest rise of the baseline's log loss over its runs, in standard deviations of the noise, that counts as noise (assumed)."""
+_SAME_COMPUTE = 1.1
+"""Largest ratio of a variant's computes under one label of `size` (assumed)."""
 _OTHER_NAMES = {"variant": ("arm", "recipe", "method", "optimizer")}
 """Names of our columns in other tables, without capitals and punctuation."""
 
@@ -174,7 +177,13 @@ def _read(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
         require_columns(rows, ("n_params", "n_tokens"))
         flops = compute_flops(numbers(rows, "n_params"), numbers(rows, "n_tokens"))
     found = pd.DataFrame({"variant": names(rows, "variant"), "size": "", "flops": flops, "loss": losses(rows)})
-    found["size"] = rows["size"].astype(str).to_numpy() if "size" in rows else _shapes(rows, found, baseline)
+    if "size" in rows:
+        found["size"] = rows["size"].astype(str).to_numpy()
+        of_size = found.groupby(["size", "variant"])["flops"]
+        spans = of_size.transform("max") / of_size.transform("min")
+    if "size" not in rows or (several := spans > _SAME_COMPUTE).any():  # a label of several lengths pairs no runs
+        apart = _shapes(rows, found, baseline)
+        found["size"] = found["size"].where(~several, apart) if "size" in rows else apart
     found = found.assign(seed=rows["seed"].to_numpy()) if "seed" in rows else found
     _refuse_split(rows, found)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,6 +39,7 @@ class Look:
         gains: gains of each variant with a finished run and losses above the floor of the baseline's law.
         unmeasured: reason why a variant has finished runs but no gains.
         scales, chances: the grid of the noise and its posterior, [n_noises] each.
+        noise_dof: degrees of freedom of the measured noise; 0 if no runs were repeated, so that the noise is assumed.
     """
 
     rows: pd.DataFrame
@@ -48,6 +50,7 @@ class Look:
     unmeasured: dict[str, str]
     scales: Array
     chances: Array
+    noise_dof: float
 
     @classmethod
     def at(
@@ -61,18 +64,19 @@ class Look:
         noise: tuple[float, float],
     ) -> Look:
         """Fit the baseline's law, and weigh each noise by the evidence of all variants."""
-        cells, sd, dof = _cells(rows, noise)
+        cells, own = _cells(rows)
+        sd, dof = own.with_prior(*noise)
         law = Baseline.fitted(cells[cells["variant"] == baseline])
         finished, gains, unmeasured = set(cells["variant"]), {}, {}
         for name in (name for name in names if name in finished):
             try:
-                gains[name] = Gains.measured(law, cells[cells["variant"] == name], name)
+                gains[name] = Gains.measured(law, cells[cells["variant"] == name], name, own.seed_variance)
             except ScalingError as reason:  # the other variants still get a verdict
                 unmeasured[name] = str(reason)
         scales = sd * np.exp(np.linspace(-_NOISE_SPAN, _NOISE_SPAN, _N_NOISES))
         posterior = -dof * (np.log(scales) + sd**2 / (2 * scales**2))
-        for own in gains.values():
-            posterior = posterior + np.logaddexp.reduce(own.evidence(scales), axis=1)
+        for of_variant in gains.values():
+            posterior = posterior + np.logaddexp.reduce(of_variant.evidence(scales), axis=1)
         chances = np.exp(posterior - posterior.max())
         return cls(
             rows=rows,
@@ -83,6 +87,7 @@ class Look:
             unmeasured=unmeasured,
             scales=scales,
             chances=chances / chances.sum(),
+            noise_dof=own.dof,
         )
 
     @property
@@ -118,7 +123,7 @@ class Look:
             unknown = (*CHANGE, *ENDS, "p_better", "p_worth")
             return row | dict.fromkeys(unknown, math.nan)
         gains, at_target = self.gains[name], self._at_target[name]
-        each = self.scales * math.sqrt(gains.unit_change[-1])
+        each = np.sqrt(self.scales**2 * gains.unit_change[-1] + gains.change_of_seeds[-1])
         change = NormalMixture(np.full(len(each), gains.change[-1]), each, self.chances)
         return row | {
             "sizes": len(gains.x),
@@ -134,7 +139,8 @@ class Look:
         if name not in self.gains:
             return []
         gains = self.gains[name]
-        reach = normal_quantile((1 + self.level) / 2) * self.noise * np.sqrt(np.diag(gains.unit_noise))
+        variance = np.diag(self.noise**2 * gains.unit_noise + gains.of_seeds)
+        reach = normal_quantile((1 + self.level) / 2) * np.sqrt(variance)
         ends = np.exp(np.stack([gains.log_m, gains.log_m - reach, gains.log_m + reach], axis=1))
         return [
             {"variant": name, "compute_flops": flops, "change": change} | dict(zip(ENDS, each, strict=True))
@@ -184,27 +190,46 @@ class Look:
         return mixture.quantiles(0.5, tail, 1 - tail)
 
 
-def _cells(rows: pd.DataFrame, noise: tuple[float, float]) -> tuple[pd.DataFrame, float, float]:
-    """Mean log loss by variant, size and compute (variant, size, flops, y, runs), and the noise's scale and degrees of freedom."""
-    (sd, dof), finished = noise, rows[rows["loss"].notna()]
+@dataclass(frozen=True, kw_only=True)
+class _Noise:
+    """Noise of log loss between repeated runs.
+
+    Attributes:
+        sd, dof: standard deviation about variant and seed, or about the variant where no seeds are shared; its degrees of freedom.
+        seed_variance: variance from seed to seed that variants of one size have in common.
+    """
+
+    sd: float = 0.0
+    dof: float = 0
+    seed_variance: float = 0.0
+
+    def with_prior(self, sd: float, dof: float) -> tuple[float, float]:
+        """The noise and its degrees of freedom, pooled with those of a prior."""
+        both = dof + self.dof
+        return math.sqrt((dof * sd**2 + self.dof * self.sd**2) / both), both
+
+
+def _cells(rows: pd.DataFrame) -> tuple[pd.DataFrame, _Noise]:
+    """Mean log loss by variant, size and compute (variant, size, flops, y, runs, seeds), and the noise."""
+    finished = rows[rows["loss"].notna()]
+    noise, seeds = _Noise(), pd.Series([()] * len(finished), index=finished.index)
     if "seed" in rows:
-        blocks = rows["size"].where(rows["size"] != "", rows["flops"].astype(str))
-        try:
-            known = seed_noise(rows.assign(size=blocks)[rows["loss"].notna()], ("variant",), blocks=("size",)).prior
-        except ScalingError:  # no variant has two seeds at one size: keep the prior noise
-            known = sd, 0
+        blocks = finished["size"].where(finished["size"] != "", finished["flops"].astype(str))
+        seeds = pd.Series([*zip(blocks, finished["seed"].astype(str), strict=True)], index=finished.index)
+        with suppress(ScalingError):  # no variant has two seeds at one size
+            found = seed_noise(finished.assign(size=blocks), ("variant",), blocks=("size",))
+            sd, dof = found.prior
+            noise = _Noise(sd=sd, dof=dof, seed_variance=max(0.0, found.total**2 - sd**2))
     else:  # rows of one variant, size and compute are repeats with unpaired seeds
         y = np.log(finished["loss"])
         cell = finished.groupby(["variant", "size", "flops"]).ngroup()
-        own_dof = len(y) - cell.nunique()
+        dof = len(y) - cell.nunique()
         squares = float(((y - y.groupby(cell).transform("mean")) ** 2).sum())
-        known = math.sqrt(squares / max(own_dof, 1)), own_dof
-    own, own_dof = known
-    sd, dof = math.sqrt((dof * sd**2 + own_dof * own**2) / (dof + own_dof)), dof + own_dof
+        noise = _Noise(sd=math.sqrt(squares / max(dof, 1)), dof=dof)
     cells = (
-        finished.assign(y=np.log(finished["loss"]))
-        .groupby(["variant", "size", "flops"], sort=False)["y"]
-        .agg(y="mean", runs="size")
+        finished.assign(y=np.log(finished["loss"]), seed=seeds)
+        .groupby(["variant", "size", "flops"], sort=False)
+        .agg(y=("y", "mean"), runs=("y", "size"), seeds=("seed", lambda own: tuple(filter(None, own))))
         .reset_index()
     )
-    return cells.sort_values("flops", ignore_index=True, kind="stable"), sd, dof
+    return cells.sort_values("flops", ignore_index=True, kind="stable"), noise

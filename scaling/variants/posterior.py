@@ -28,6 +28,7 @@ degrees of freedom. The other tables of `tests/benchmarks/variants.py` change by
 NOISE = (1e-3, 4.0)
 """Prior of the standard deviation of log loss between repeated runs: its value and its degrees of freedom."""
 _N_SLOPES = 24  # grid points of the sum over slopes
+Seeds = tuple[tuple[tuple[str, str], ...], ...]
 _BISECTIONS = 40  # halvings of the distance between the normals' quantiles: a part in 1e12 is left
 
 
@@ -40,6 +41,7 @@ class Baseline:
         gamma: exponent of compute.
         x0: mean log compute of the cells.
         x, residual, runs, sizes: log compute, log loss above the law, number of runs, and label ("" without one) of each cell, [K].
+        seeds: the runs' seeds in each cell, [K], each with the size at which it is one; empty if seeds are not known.
     """
 
     floor: float
@@ -50,6 +52,7 @@ class Baseline:
     residual: Array
     runs: Array
     sizes: tuple[str, ...]
+    seeds: Seeds
 
     @classmethod
     def fitted(cls, cells: pd.DataFrame) -> Baseline:
@@ -76,6 +79,7 @@ class Baseline:
             residual=y - np.logaddexp(floor, excess - np.exp(gamma) * (x - x0)),
             runs=cells["runs"].to_numpy(dtype=np.float64),
             sizes=tuple(cells["size"]),
+            seeds=tuple(cells["seeds"]),
         )
 
     def log_loss(self, x: float) -> float:
@@ -110,6 +114,7 @@ class Gains:
         change: log loss above the baseline's at the same compute, [J].
         unit_change: variance of `change` for runs of noise 1, [J].
         unit_noise: covariance of `log_m` for runs of noise 1 in log loss, with the share of the baseline's runs, [J, J].
+        change_of_seeds, of_seeds: variance of `change` and covariance of `log_m` by seeds that variant and baseline do not share.
     """
 
     x: Array
@@ -118,10 +123,15 @@ class Gains:
     change: Array
     unit_change: Array
     unit_noise: Array
+    change_of_seeds: Array
+    of_seeds: Array
 
     @classmethod
-    def measured(cls, law: Baseline, cells: pd.DataFrame, name: str) -> Gains:
-        """Measure m: baseline's compute at the variant's loss over the variant's compute; raises ScalingError below the floor."""
+    def measured(cls, law: Baseline, cells: pd.DataFrame, name: str, seed_variance: float) -> Gains:
+        """Measure m: baseline's compute at the variant's loss over the variant's compute; raises ScalingError below the floor.
+
+        `seed_variance` is that of log loss from seed to seed which runs of one size and seed have in common.
+        """
         x = np.log(cells["flops"].to_numpy())
         weights = law.between(x, tuple(cells["size"]))
         y = cells["y"].to_numpy() - weights @ law.residual
@@ -136,6 +146,7 @@ class Gains:
             equal
         )  # the slope at `equal`: at x, a baseline that hardly falls any more would blur any gap
         own = np.diag(1 / cells["runs"].to_numpy(dtype=np.float64)) + (weights / law.runs) @ weights.T
+        others = seed_variance * _unshared(tuple(cells["seeds"]), law.seeds, weights)
         return cls(
             x=x - law.x0,
             x0=law.x0,
@@ -143,6 +154,8 @@ class Gains:
             change=y - np.array([law.log_loss(at) for at in x]),
             unit_change=np.diag(own),
             unit_noise=own * np.outer(per_loss, per_loss),
+            change_of_seeds=np.diag(others),
+            of_seeds=others * np.outer(per_loss, per_loss),
         )
 
     def _prior(self, left: Array, right: Array, slope_sd: Array) -> Array:
@@ -155,7 +168,7 @@ class Gains:
     def _covariance(self, scales: Array) -> Array:
         """Covariance of the measured log m, [n_noises, n_slopes, J, J]."""
         noise = np.multiply.outer(scales**2, self.unit_noise)
-        return self._prior(self.x, self.x, _slope_sds()) + noise[:, None]
+        return self._prior(self.x, self.x, _slope_sds()) + noise[:, None] + self.of_seeds
 
     def evidence(self, scales: Array) -> Array:
         """Log density of the measured log m for each noise and sd of g, up to a constant, [n_noises, n_slopes]."""
@@ -183,11 +196,10 @@ class Gains:
     def with_runs(self, log_compute: float, variance: float) -> Gains:
         """Return the gains with one more measurement of this variance at noise 1; its log m is 0, as only variances are predicted."""
         n = len(self.x)
-        noise = np.zeros((n + 1, n + 1))
-        noise[:n, :n], noise[n, n] = self.unit_noise, variance
-        return replace(
-            self, x=np.append(self.x, log_compute - self.x0), log_m=np.append(self.log_m, 0.0), unit_noise=noise
-        )
+        noise, of_seeds = np.zeros((2, n + 1, n + 1))
+        noise[:n, :n], noise[n, n], of_seeds[:n, :n] = self.unit_noise, variance, self.of_seeds
+        x, log_m = np.append(self.x, log_compute - self.x0), np.append(self.log_m, 0.0)
+        return replace(self, x=x, log_m=log_m, unit_noise=noise, of_seeds=of_seeds)
 
 
 @dataclass(frozen=True)
@@ -221,6 +233,21 @@ class NormalMixture:
         """Mean and variance."""
         mean = float(self.weights @ self.means)
         return mean, float(self.weights @ (self.sds**2 + (self.means - mean) ** 2))
+
+
+def _unshared(own: Seeds, baseline: Seeds, weights: Array) -> Array:
+    """Covariance of J changes against K weighted cells of the baseline, for seeds of variance 1; 0 where all seeds are shared."""
+    every = {seed: number for number, seed in enumerate(sorted({seed for cell in (*own, *baseline) for seed in cell}))}
+
+    def means(cells: Seeds) -> Array:
+        shares = np.zeros((len(cells), len(every)))
+        for row, cell in zip(shares, cells, strict=True):
+            for seed in cell:
+                row[every[seed]] += 1 / len(cell)
+        return shares
+
+    apart = means(own) - weights @ means(baseline)
+    return np.asarray(apart @ apart.T)
 
 
 def _slope_sds() -> Array:

@@ -1,6 +1,7 @@
 """Approaches 1 and 2: exact where they should be, and biased where and by how much they say."""
 
 import json
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -201,3 +202,16 @@ def test_results_speak_and_survive_json(approach: str) -> None:
     assert "N counts total" in str(result)
     with pytest.raises(ValueError, match="level .*got 90"):
         result.intervals(level=90)
+
+
+def test_losses_in_a_column_s_own_unit_keep_it_and_become_nats_where_the_bytes_are_known() -> None:
+    def read(fitting: Callable[..., ComputePowers], table: pd.DataFrame) -> list[ComputePowers]:
+        bits = table.assign(val_bpb=table["loss"] / math.log(2) / 4.2).drop(columns="loss")
+        both = (bits, bits.assign(bytes_per_token=4.2))
+        return [fitting(each, n_params_convention="total", n_bootstrap=4) for each in both]
+
+    for fitting, table in ((fit_isoflops, isoflops(EVEN)), (fit_envelope, curves(EVEN))):
+        plain, known = read(fitting, table)
+        assert (plain.loss_unit, known.loss_unit) == ("bits per byte", "nats per token")
+        expected = fitting(table, n_params_convention="total", n_bootstrap=4)
+        np.testing.assert_allclose(known.points["loss"], expected.points["loss"])

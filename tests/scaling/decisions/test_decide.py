@@ -217,6 +217,23 @@ def test_a_deadline_binds_the_training_alone(fitted: ScalingFit) -> None:
         decide(fitted, loss=2.05, limits=Limits(deadline=deadline))
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(memory=[MemoryLimit.serving("L40S")]),
+        Limits(unique_tokens=2e11),
+        Limits(deadline=Budget(compute_flops=1e22)),
+    ],
+    ids=["memory", "data", "time"],
+)
+def test_a_stated_ratio_is_kept_within_every_limit(fitted: ScalingFit, limits: Limits) -> None:
+    free = decide(fitted, 1e23, tokens_per_param=20)
+    bound = decide(fitted, 1e23, tokens_per_param=20, limits=limits)
+    assert bound.n_params < 0.9 * free.n_params
+    assert (bound.tokens_per_param, free.tokens_per_param) == pytest.approx((20, 20))
+    assert len(bound.limits) == 1
+
+
 def test_a_law_of_repeats_decides_by_its_refits() -> None:
     rng = np.random.default_rng(0)
     size, ratio, epochs = (grid.ravel() for grid in np.meshgrid([1e7, 3e7, 1e8], [5.0, 20.0, 80.0], [1.0, 4.0, 16.0]))

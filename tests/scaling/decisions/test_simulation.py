@@ -60,7 +60,7 @@ def test_one_draw_is_the_fit_of_its_losses(planted: Law) -> None:
     runs = design.assign(loss=planted.loss(design["n_params"], design["n_tokens"]) * np.exp(error))
     fitted = fit(runs, n_params_convention="total", n_bootstrap=20)
     forecast, flops = fitted.forecast(1e9, 2e10), float(compute_flops(1e9, 2e10))
-    size_error = math.log(fitted.law.allocate(flops).n_params / planted.allocate(flops).n_params)
+    size_error = math.log(fitted.best_law.allocate(flops).n_params / planted.allocate(flops).n_params)
     assert found.trials["size_error"][0] == pytest.approx(size_error, rel=1e-4)
     assert found.trials["loss"][0] == pytest.approx(
         forecast.loss, rel=1e-8
@@ -122,3 +122,9 @@ def test_a_design_is_any_table(planted: Law) -> None:
     assert found.design["stem"].nunique() == 20
     assert "rms" in str(found)
     assert Chinchilla() == planted.form
+
+
+def test_each_reason_is_listed_once_whatever_its_numbers(planted: Law) -> None:
+    found = simulate(ladder_design(SIZES, (10, 20, 40)), planted, n_params=1e12, n_tokens=2e13, n_trials=4)
+    assert found.trials["supported"].sum() == 0
+    assert 0 < len(found.reasons) <= 3

@@ -166,3 +166,10 @@ def test_families_left_out_of_a_public_table_lie_inside(public_table: Callable[[
             ahead = found.forecast(row["n_params"], row["n_tokens"], row["family"])
             inside.append(ahead.low <= row[metric] <= ahead.high)
     assert 0.85 <= np.mean(inside) <= 1.0
+
+
+def test_a_family_that_no_row_has_is_doubtful_if_few_families_are_known() -> None:
+    rows = planted(n_families=1, each=20, spread=0).assign(family="mine")
+    found = fit_score(rows, chance=0.25)
+    assert found.forecast(1e9, 1e11, "mine").reasons == ()
+    assert len(found.forecast(1e9, 1e11).reasons) == len(found.forecast(1e9, 1e11, "another").reasons) == 1

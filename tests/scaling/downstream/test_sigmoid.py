@@ -257,3 +257,12 @@ def test_a_falling_metric_is_fitted_as_a_loss(ladder: Ladder, planted: Law) -> N
     bits = fit(runs.assign(loss=runs["loss"] * factor), n_params_convention="total", n_bootstrap=2).law
     assert bits["alpha"] == pytest.approx(planted["alpha"], rel=1e-5)
     assert bits["E"] == pytest.approx(planted["E"] * factor, rel=1e-5)
+
+
+def test_both_steps_have_one_unit_whether_or_not_the_bytes_of_a_token_are_known(ladder: Ladder) -> None:
+    runs = tasks(ladder, 0.002, 0)
+    plain, known = (
+        fit_two_step(table, n_params_convention="total", loss_unit="bits per byte", n_bootstrap=5).forecast(1e9, 2e10)
+        for table in (runs, runs.assign(bytes_per_token=4.2))
+    )
+    assert (plain.value, plain.loss.loss) == (known.value, known.loss.loss)

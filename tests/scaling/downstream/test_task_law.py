@@ -214,3 +214,13 @@ def test_a_score_that_never_moves_has_no_forecast(table: pd.DataFrame, value: fl
     assert not law.is_forecast
     with pytest.raises(ScalingError, match="signal to noise"):
         law.forecast(1e9, 2e10)
+
+
+def test_a_falling_score_keeps_its_unit(table: pd.DataFrame) -> None:
+    """Losses in bits per token become nats; a score is fitted as it stands."""
+    bits = table.assign(bits=table["task_loss"] / 3)
+    one, other = (
+        fitted(bits, metric="bits", falls=True, loss_unit=unit).forecast(1e9, 2e10)
+        for unit in ("bits per byte", "bits per token")
+    )
+    assert (one.value, one.low, one.high, one.method) == (other.value, other.low, other.high, other.method)

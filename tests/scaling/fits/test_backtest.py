@@ -156,3 +156,14 @@ def test_figure_s_runs_are_within_where_they_lie_between_the_ends(runs: pd.DataF
     (outside,) = (trace for trace in found.plot().data if trace.name == "outside")
     assert outside.y.max() == pytest.approx(data["error"].max())
     assert data["error"].max() > 10, "the run that was made a fifth worse"
+
+
+def test_a_form_is_as_unsure_as_its_refits_whose_parameters_compensate_each_other(runs: pd.DataFrame) -> None:
+    """Parameters that were moved apart one by one would give the joint form intervals of some tens of percent."""
+    found = backtest(runs, n_params_convention="total", cuts=[10], forms=[Joint()]).predictions
+    own = found[found["method"] == "joint"]
+    assert ((own["high_0.9"] - own["low_0.9"]) / own["predicted"]).max() < 0.12
+    fitted = fit(runs, n_params_convention="total", form=Joint(), n_bootstrap=50)
+    amid = {name: float(np.exp(np.log(runs[name]).mean())) for name in ("n_params", "n_tokens")}
+    spread = np.log(Joint().loss(dict(zip(fitted.law.parameters, fitted.refits.T, strict=True)), amid)).std()
+    assert fitted.widening * spread < 0.004

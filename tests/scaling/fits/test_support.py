@@ -160,3 +160,12 @@ def test_perplexities_give_no_supported_forecast() -> None:
     named = fit(perplexity, n_params_convention="total", n_bootstrap=2, loss_unit="perplexity")
     assert "unit" not in reasons(named, *NEAR)
     assert "unit" not in reasons(fitted(table), *NEAR)
+
+
+@pytest.mark.parametrize("column", ["n_params", "n_tokens"])
+def test_losses_of_the_larger_runs_that_rise_support_nothing(column: str) -> None:
+    table = planted_ladder(0.003)
+    large = np.maximum(table[column] / table[column].median(), 1.0)
+    risen = fitted(table.assign(loss=table["loss"] * large**0.15))
+    assert "rising" in reasons(risen, *NEAR)
+    assert "rising" not in reasons(fitted(table), *NEAR)

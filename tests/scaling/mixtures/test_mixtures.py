@@ -273,3 +273,19 @@ def test_a_column_that_splits_the_losses_is_named() -> None:
     largest = rows.filter(like="weight_").idxmax(axis=1)
     harmless = fit_mixture(rows.assign(size=sizes, largest=largest, half=np.arange(len(rows)) % 2))
     assert harmless.losses.tolist() == fit_mixture(rows).losses.tolist()
+
+
+def test_a_repeated_mixture_does_not_make_the_error_seem_smaller() -> None:
+    """The run left out has a twin, from which it would be known but for the noise."""
+    rng = np.random.default_rng(0)
+    weights = rng.dirichlet([1, 1, 1], 14)
+
+    def table(seed: int) -> pd.DataFrame:
+        noise = 0.002 * np.random.default_rng(seed).standard_normal((14, 3))
+        losses = (1.8 + 1.2 * np.exp(-1.5 * weights - 0.3 * weights[:, :1])) * np.exp(noise)
+        names = ("web", "code", "books")
+        columns = {f"weight_{name}": weights[:, k] for k, name in enumerate(names)}
+        return pd.DataFrame(columns | {f"loss_{name}": losses[:, k] for k, name in enumerate(names)})
+
+    once, twice = fit_mixture(table(1)), fit_mixture(pd.concat([table(1), table(2)], ignore_index=True))
+    assert twice.quality["error"].mean() > 0.58 * once.quality["error"].mean()

@@ -325,3 +325,53 @@ def test_repeats_without_a_seed_widen_the_interval_by_what_they_differ() -> None
 def test_a_baseline_that_hardly_moves_is_no_rising_metric() -> None:
     flat = planted(0, {"a": 1.0}).assign(loss=lambda r: 2 + 1e-3 * np.sin(np.arange(len(r))))
     assert compare_variants(flat, "baseline").verdict("a") == "undecided"
+
+
+def test_a_label_of_several_lengths_pairs_runs_of_one_compute() -> None:
+    rows = pd.DataFrame(
+        [
+            {
+                "variant": name,
+                "size": f"{n:g}",
+                "n_params": n,
+                "n_tokens": ratio * n,
+                "loss": 2.0 * n**-0.02 * ratio**-0.02,
+            }
+            for name in ("baseline", "better")
+            for n in (1e8, 2e8, 4e8)
+            for ratio in (20, 80)
+        ]
+    )
+    rows.loc[rows["variant"] == "better", "loss"] *= 0.996
+    found = compare_variants(rows, "baseline", target_flops=1e20)
+    assert found.measured["change"].to_numpy() == pytest.approx(math.log(0.996), abs=1e-9)
+    assert found.verdict("better") != "reject"
+
+
+@pytest.mark.parametrize("shared", [2, 1, 0])
+def test_a_null_variant_of_other_seeds_is_seldom_promoted_and_its_interval_holds(shared: int) -> None:
+    """A seed moves all variants of a size alike, by .7 % of the loss, and so cancels only where it is shared."""
+    promoted, held, n_sets = 0, 0, 16
+    for number in range(n_sets):
+        rng, rows = np.random.default_rng(number), []
+        for size, flops in enumerate((1e17, 1e18, 1e19)):
+            of_seed = 0.007 * rng.standard_normal(4)
+            for name in ("baseline", "other", "null"):
+                for seed in range(2):
+                    seen = seed + (2 - shared) * (name == "null")
+                    noise = of_seed[seen] + 0.001 * rng.standard_normal()
+                    loss = (2 + 60 * (flops / 1e10) ** -0.18) * np.exp(noise)
+                    rows.append(
+                        {"variant": name, "size": str(size), "compute_flops": flops, "seed": seen, "loss": loss}
+                    )
+        table = compare_variants(pd.DataFrame(rows), "baseline", target_flops=1e20).table.set_index("variant")
+        promoted += table.loc["null", "verdict"] == "promote"
+        held += table.loc["null", "low"] <= 1 <= table.loc["null", "high"]
+    assert promoted <= 1
+    assert held >= 0.75 * n_sets
+
+
+def test_noise_that_no_repeated_run_measured_is_assumed() -> None:
+    rows = planted(0, {"a": 1.2})
+    assert compare_variants(rows, "baseline").noise_dof > 0
+    assert compare_variants(rows[rows["seed"] == 0].drop(columns="seed"), "baseline").noise_dof == 0
