@@ -789,7 +789,7 @@ class Study(Result):
         plan, config = reader._to_promote(plan, register=False)
         return reader._dry_run(plan, config, self._known_check())
 
-    def smoke_test(self, plan: Plan | str | Path | None = None, *, steps: int = 5) -> SmokeTest:
+    def smoke_test(self, plan: Plan | str | Path | None = None, *, steps: int = 6) -> SmokeTest:
         """Train, save and resume a few steps of the planned run on its real devices, and forecast its wall time.
 
         This does not touch the run's checkpoints and forecast, and does not check the gate.

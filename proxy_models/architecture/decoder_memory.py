@@ -5,7 +5,7 @@ Weights, gradients and moments are fp32, whatever the model computes in; weights
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,11 +23,11 @@ from proxy_models.architecture.memory import (
     largest_micro_batch,
 )
 from proxy_models.architecture.pipeline_counts import PipelineShare, blocks_of_ranks, has_last_stage, in_flight
-from proxy_models.architecture.stage_layout import SPLIT_BACKWARD
+from proxy_models.architecture.stage_layout import PipelineSchedule
 
-KEPT_APART = 1.7
+KEPT_APART: Mapping[PipelineSchedule, float] = {"zero_bubble": 1.7, "zero_bubble_v": 1.7, "dualpipe_v": 1.4}
 """Bytes that schedules of `SPLIT_BACKWARD` keep, over the activations in flight: gradients of what blocks compute also stay until
-those of the weights follow. An upper bound; traced were 1.1 to 1.6 (tests/benchmarks/RESULTS.md)."""
+those of the weights follow. Upper bounds of what was traced (tests/benchmarks/RESULTS.md)."""
 
 
 def training_memory(
@@ -249,8 +249,7 @@ class StageRank:
         in_all = part.bias_bytes + max(
             sum(n * of_stage for n, of_stage in zip(count, of_stages, strict=True)) for count in counts
         )
-        if self.pipeline.schedule in SPLIT_BACKWARD:
-            in_all = int(KEPT_APART * in_all)
+        in_all = int(KEPT_APART.get(self.pipeline.schedule, 1.0) * in_all)
         whole, block = part.compute * part.n_params, part.compute * part.block
         n_dense, n_sparse = min(self.blocks, key=sum)
         dense = part.compute * part.dense.block if part.dense else block

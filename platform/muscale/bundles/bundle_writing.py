@@ -41,7 +41,7 @@ from proxy_models.training.step import GOOD
 
 LOSS_TOLERANCE = 1e-3
 """Largest relative difference between the loss of the weights and the recorded loss, across devices and numbers of ranks:
-sharding changes the loss by less than 1e-4 (a test of `full_run`), and all evaluations use fp32."""
+sharding changes the loss by less than 1e-4 (a test of `full_run`), and evaluations compute in the run's precision."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from muscale.full_runs.promote.promotion import Promotion
     from muscale.plans.plan import Plan
     from proxy_models.data.corpus import Corpus
+    from proxy_models.evaluation.measure import Score
     from proxy_models.training.numerics import Numerics
 
 
@@ -28,6 +30,7 @@ def model_card(
     numerics: Numerics,
     corpus: Corpus,
     lineage: dict[str, Any],
+    scores: Sequence[Score] = (),
 ) -> str:
     """The card of a promoted run.
 
@@ -36,6 +39,7 @@ def model_card(
         promotion: The run's result next to its forecast.
         corpus: Training data.
         lineage: Results of sweep and fit as plain values, with caveats.
+        scores: Scores of the last weights other than the held-out loss.
     """
     stated = all(files.manifest["tokenizer"] == STATED for files in corpus.sources.values())
     return _render(
@@ -52,13 +56,21 @@ def model_card(
         sweep=lineage["sweep"],
         fit=lineage["fit"],
         caveats=lineage["caveats"],
+        scores=scores,
     )
 
 
 def continuation_card(
-    averaging: dict[str, Any] | None, *, study: str, done: Amended, numerics: Numerics, corpus: Corpus, n_tokens: int
+    averaging: dict[str, Any] | None,
+    *,
+    study: str,
+    done: Amended,
+    numerics: Numerics,
+    corpus: Corpus,
+    n_tokens: int,
+    scores: Sequence[Score] = (),
 ) -> str:
-    """The card of a finished continuation; it and the runs before it read `n_tokens` of its corpus."""
+    """The card of a finished continuation; it and the runs before it read `n_tokens` of its corpus. `scores` as in `model_card`."""
     return _render(
         "continuation_card.md.jinja",
         averaging=averaging,
@@ -67,6 +79,7 @@ def continuation_card(
         numerics=numerics,
         corpus=corpus,
         epochs=corpus.epochs(n_tokens, numerics.model.context_length, run_tokens=numerics.run_tokens),
+        scores=scores,
     )
 
 

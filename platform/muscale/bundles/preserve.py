@@ -14,6 +14,7 @@ from muscale.errors import StageError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.amend.parent import find_amendment, plain
 from muscale.full_runs.amend.train import Amended
+from muscale.full_runs.checkpoints.evaluated_checkpoints import evaluated_checkpoints
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.plan import Plan
@@ -21,6 +22,7 @@ from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import Chain
 from proxy_models.data.corpus import Corpus
+from proxy_models.evaluation.measure import Score
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 from scaling import Forecast, ScalingFit
@@ -87,6 +89,7 @@ def _promoted_run(study: StudyContents, known: Findings, plan: Plan, promotion: 
             numerics=chain.numerics,
             corpus=corpus,
             lineage=lineage,
+            scores=_scores(study, plan.key, plan.n_tokens),
         ),
         config=study.config.to_dict(),
         lineage=lineage,
@@ -107,12 +110,24 @@ def _amended_run(study: StudyContents, started: dict[str, Any], done: Amended) -
         outcome=(CONTINUED, done.to_dict()),
         facts={"continuation": done.key, "finished_at": done.finished_at},
         card=partial(
-            continuation_card, study=study.config.name, done=done, numerics=numerics, corpus=corpus, n_tokens=n_tokens
+            continuation_card,
+            study=study.config.name,
+            done=done,
+            numerics=numerics,
+            corpus=corpus,
+            n_tokens=n_tokens,
+            scores=_scores(study, done.key, done.n_tokens),
         ),
         config=study.config.to_dict(),
         lineage={"segments": plain(done.lineage), "plan": registered and registered["payload"]},
         runs=study.ledger.runs(),
     )
+
+
+def _scores(study: StudyContents, run: str, tokens: int) -> list[Score]:
+    """Scores of a run's last weights other than the held-out loss."""
+    last = [one for one in evaluated_checkpoints(study.ledger) if (one.run, one.tokens) == (run, tokens)]
+    return [score for one in last for score in one.scores if score.metric != "loss" or score.name]
 
 
 def _promoted(study: StudyContents) -> tuple[Plan, Promotion]:

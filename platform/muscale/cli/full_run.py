@@ -40,7 +40,7 @@ def promote(
         plan: The key of a plan, or a file written by `muscale plan`, whose [resources] apply. By default the study file's plan.
         force: Continue although conditions of the gate failed; the ledger records them.
         smoke_test: Only train a few steps on the real devices, save, resume, and estimate the wall time.
-        steps: Steps in each of the smoke test's two launches; 5 by default.
+        steps: Steps in each of the smoke test's two launches; 6 by default.
         prepare: Only record that the run started, and write the file for `muscale train`, which works without Ray.
         profile: Range of steps, such as 20:25, for which each worker writes a trace; sets promote.profile.
         replay: As for `muscale amend`, before an interrupted run goes on.

@@ -70,7 +70,7 @@ class LossSource:
             raise StageError(f"watch: {self.name}, line {lines.line_num}: not valid CSV: {error}") from error
 
     def _read_json_lines(self, text: str) -> _Records:
-        """Read an object per line; a loss of null is a divergence, as in a trainer's rows."""
+        """Read an object per line; null is a divergence, as in a trainer's rows, or a loss that the row does not have."""
         records: list[tuple[str, dict[Any, Any]]] = []
         for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), start=1):
             try:
@@ -79,9 +79,9 @@ class LossSource:
                 found = None
             if not isinstance(found, dict):
                 raise StageError(f"watch: {self.name}, line {number}: must be a JSON object, got {line[:80]!r}")
-            records.append(
-                (f"line {number}", {name: math.nan if value is None else value for name, value in found.items()})
-            )
+            has_loss = any(found.get(name) is not None for name in _LOSSES)
+            kept = {name: math.nan if value is None else value for name, value in found.items()}
+            records.append((f"line {number}", {k: v for k, v in kept.items() if found[k] is not None or not has_loss}))
         return list(dict.fromkeys(name for _, record in records for name in record)), records
 
     def _read_wandb(self) -> _Records:

@@ -48,6 +48,10 @@ COVERS = (
     Cover(
         name="beta2", axis="batch", factor=8.0, basis="measured: kept, .01 % lost (tests/benchmarks/batch_transfer.py)"
     ),
+    *(
+        Cover(name=name, axis="tokens", factor=4.0, basis="assumed: a fixed length is another share of a longer run")
+        for name in ("batch_ramp_tokens", "warmup_floor_tokens")
+    ),
     Cover(
         name="weight_decay_tau",
         axis="tokens per parameter",
@@ -83,7 +87,7 @@ class Departure:
 
 
 def departures(plan: Plan, config: StudyConfig) -> tuple[Departure, ...]:
-    """Return a departure from the sweep for each value in `COVERS` that the run's optimizers read."""
+    """Return a departure from the sweep for each value in `COVERS` that is not 0 and that the run's optimizers read."""
     h, batch = plan.hyperparameters, plan.batch
     tokens = plan.n_tokens / config.sweep.n_tokens
     times: Mapping[Axis, float] = {
@@ -102,5 +106,5 @@ def departures(plan: Plan, config: StudyConfig) -> tuple[Departure, ...]:
     return tuple(
         Departure(cover=cover, times=times[cover.axis], by_law=laws.get(cover.name, ""))
         for cover in COVERS
-        if cover.name not in unread
+        if cover.name not in unread and getattr(h, cover.name)
     )

@@ -116,7 +116,8 @@ def fitting_layouts(
         conditions = parallelism.memory_conditions(grid, share)
         estimate = partial(estimated_memory, model, precision=precision, optimizer=optimizer, **conditions)
         pipeline = parallelism.pipeline(first)
-        taken = micro_batch or largest_micro_batch(estimate, first, limit=limit, pipeline=pipeline)
+        most = first if pipeline else share
+        taken = micro_batch or largest_micro_batch(estimate, most, limit=limit, pipeline=pipeline)
         if pipeline and not micro_batches(pipeline.schedule, pipeline.ranks, share, most=taken):
             continue
         memory = estimate(micro_batch=taken)

@@ -68,6 +68,7 @@ class Plan(Recorded):
         provenance: Every hyperparameter with its rules and its source.
         data: Hashes of the `corpus` and of its `tokenizer`; empty without a corpus.
         batch: The run's batch, if it differs from the proxies'.
+        off_policy: Reasons of the forecast, other than the law's and the epochs: how the run departs from the fitted runs.
         stages: Forecasts for other starts of the corpus's last stage, which [ladder] stage_branches give.
         no_stages: Why there are none, if the study has such branches.
         registered_at: Time at which the forecast was written to the ledger; None before.
@@ -89,6 +90,7 @@ class Plan(Recorded):
     provenance: tuple[HyperparameterProvenance, ...]
     data: dict[str, str]
     batch: BatchChoice | None = None
+    off_policy: tuple[str, ...] = ()
     stages: tuple[StageForecast, ...] = ()
     no_stages: str = ""
     registered_at: str | None = None

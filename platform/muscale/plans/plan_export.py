@@ -15,6 +15,7 @@ from muscale.errors import StageError
 from muscale.plans.plan import Plan
 from muscale.programs.job import job_of
 from proxy_models.architecture.families import build, family_of
+from proxy_models.architecture.memory import MAX_ROTATED_DIM
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
 from proxy_models.files import atomic_write
 from proxy_models.recipes.recipe import Recipe
@@ -43,7 +44,7 @@ leave the framework's own muP switches off.
 | learning_rate | at schedule factor 1: Megatron's `lr_mult` times `lr`, a parameter group's `lr` in torchtitan |
 | multiplier | of the output of token embedding, readout (logits), and of the decoder's branches (`attention.output`, each `down`) |
 | block_multiplier | x + block_multiplier · (block(x) - x) replaces block(x); 1 in the decoder, where `multiplier` does this |
-| weight_decay | decoupled, as in torch.optim.AdamW: each step takes rate · decay · weight off |
+| weight_decay | decoupled, as in torch.optim.AdamW: each step takes rate · decay · weight off; under LAMB part of the direction |
 | beta1, beta2 | of the optimizer's averages; empty for an optimizer without |
 | eps | of Adam's denominator; empty for an optimizer without |
 | optimizer | of this tensor |
@@ -51,6 +52,12 @@ leave the framework's own muP switches off.
 A Muon update is orthogonalised by five Newton-Schulz steps on the momentum (.95, Nesterov) and multiplied by its `learning_rate`
 and by 0.2 · sqrt(max(rows, columns)). The matrix of a tensor (outputs, inputs, kernel) is (outputs, inputs · kernel); of a
 `hidden_stack` (matrices, outputs, inputs) each matrix is orthogonalised.
+
+A LAMB update is AdamW's direction, decay · weight included, times the norm of the tensor (of each matrix of a stack) over the norm of
+the direction; 1 if either norm is 0. Adafactor's `learning_rate` is relative to the root mean square of the tensor (at least .001),
+without the cap of 1/sqrt(step) in torch.optim.Adafactor; updates are clipped to a root mean square of 1, and step t has the weight
+t^-.8 in the second moments. SOAP's first step only finds the eigenbasis, which one power iteration renews every 10 steps; a side above
+{largest:,} is not rotated, and .01 of the root mean square of a matrix's second moments is added to their root.
 
 `forward_multipliers` of plan.json has the four of them. The attention logits are (query · key) × `attention`, in place of
 1/sqrt(head_dim). A tied table is multiplied by `embedding` where it embeds and by `readout` where it reads out. Learned positions are
@@ -106,6 +113,7 @@ def export(plan: Plan, numerics: Numerics, folder: Path, *, completed: Callable[
         else f"It has {len(schedule):,} of the {n_steps:,} steps; in between, `segments` of plan.json has the phases as formulas.\n"
     )
     readme = _README.format(
+        largest=MAX_ROTATED_DIM,
         key=plan.key,
         n_params=plan.model.shown_params,
         n_tokens=plan.n_tokens,
@@ -182,7 +190,7 @@ def _tensors(plan: Plan, numerics: Numerics, recipe: Recipe) -> Iterator[dict[st
             "weight_decay": group["weight_decay"],
             "beta1": beta1,
             "beta2": beta2,
-            "eps": group.get("eps"),
+            "eps": None if used == "muon" else group.get("eps"),  # Muon's belongs to its iteration
             "optimizer": used,
         }
 

@@ -13,7 +13,7 @@ from muscale.plans.batch import BY_BATCH, BatchChoice, choose_batch
 from muscale.plans.expert_axes import AxisChange, axis_changes, laws_of
 from muscale.plans.plan import Plan, StageForecast, format_value
 from muscale.plans.provenance import HyperparameterProvenance, provenance_of
-from muscale.plans.sizing import size_for
+from muscale.plans.sizing import repeats, size_for
 from muscale.proxies.ladder import tuned_for
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import Shape, model_with_explicit, with_explicit
@@ -22,7 +22,6 @@ from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.data.corpus import Corpus
-from proxy_models.data.mixture import MAX_EPOCHS
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import AxisLaw, BatchLaw, Decision, Forecast, HorizonLaw, ScalingFit, StageLaw
 
@@ -77,6 +76,7 @@ class Planner:
             decision=_plain(decision, config.plan.shapes, self._family),
             provenance=self._provenance(),
             batch=self.batch,
+            off_policy=self._off_policy,
             stages=tuple(self._stages(forecast)),
             no_stages=self.stages if isinstance(self.stages, str) and config.ladder.stage_branches else "",
             data={} if self.corpus is None else data_hashes(self.corpus),
@@ -225,9 +225,8 @@ class Planner:
         """
         found = self.fit.forecast(self.model.n_params, self.n_tokens, level=self.config.plan.level)
         wider = math.exp(self.batch.effect) if self.batch else 1.0
-        return replace(
-            found, low=found.low / wider, high=found.high * wider, reasons=(*found.reasons, *self._off_policy())
-        )
+        reasons = (*found.reasons, *repeats(self.decision.epochs), *self._off_policy)
+        return replace(found, low=found.low / wider, high=found.high * wider, reasons=reasons)
 
     def _stages(self, planned: Forecast) -> Iterator[StageForecast]:
         """Forecasts for the starts of the last stage that the ladder's runs have."""
@@ -245,14 +244,11 @@ class Planner:
                 until_fraction=round(1 - share, 4), loss=loss, low=low, high=high, reasons=effect.reasons
             )
 
-    def _off_policy(self) -> list[str]:
-        """Return how the run departs from the fitted runs and from the policy under which they were trained."""
-        config, epochs, depth, batch = self.config, self.decision.epochs, self.model.n_layers, self.batch
+    @cached_property
+    def _off_policy(self) -> tuple[str, ...]:
+        """How the run departs from the fitted runs and from the policy under which they were trained, other than by its tokens."""
+        config, depth, batch = self.config, self.model.n_layers, self.batch
         reasons = []
-        if epochs is not None and epochs > MAX_EPOCHS:
-            reasons.append(
-                f"{epochs:.3g} epochs over the corpus: tested with new tokens, which up to {MAX_EPOCHS:g} are nearly equalled"
-            )
         depths = {config.model.n_layers} | {stem.of(config.family).n_layers for stem in config.ladder.stems}
         if depth not in depths:
             fitted = ", ".join(map(str, sorted(depths)))
@@ -265,7 +261,7 @@ class Planner:
                 )
         if batch and (batch.is_far or batch.best_tokens is None):
             reasons.append(f"batch {batch}; the runs fitted have {batch.tuned_tokens:,}")
-        return reasons
+        return tuple(reasons)
 
 
 def _beyond(n_tokens: int, horizon: HorizonLaw, unit: int) -> str:

@@ -11,6 +11,7 @@ from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.data.corpus import Corpus
+from proxy_models.data.mixture import MAX_EPOCHS
 from scaling import Decision, Law, Limits, ScalingError, ScalingFit, decide
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
 from scaling.forms.repeated import RepeatedTokens
@@ -139,6 +140,15 @@ def _assumptions(settings: PlanSettings, proxies: Precision, precision: Precisio
             f"the forecast is for losses in {proxies}, the full run is in {precision}: {LOSS_DIFFERENCE:.2%} apart in measured pairs"
         )
     return assumed
+
+
+def repeats(seen: float | None) -> tuple[str, ...]:
+    """Return the reason against a forecast for so many epochs over the corpus, if they are too many."""
+    if seen is None or seen <= MAX_EPOCHS:
+        return ()
+    return (
+        f"{seen:.3g} epochs over the corpus: tested with new tokens, which up to {MAX_EPOCHS:g} are nearly equalled",
+    )
 
 
 def epochs(corpus: Corpus | None, n_tokens: float, context_length: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -39,6 +39,11 @@ class SpikePolicy:
     max_interventions: int = 3
     margin_tokens: int = 0
     rewarm_tokens: int = 0
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields for keys of runs: the limit, which changes no result, at its default."""
+        return asdict(replace(self, max_interventions=SpikePolicy.max_interventions))
 
     def __post_init__(self) -> None:
         if self.action not in ("skip", "rollback"):
@@ -179,7 +184,7 @@ class PromoteSettings(StrictTable):
         """Settings that detect spikes; the policy limits the interventions."""
         if self.on_spike == "stop":
             return None
-        return GuardSettings(threshold=self.spike_threshold, max_spikes=self.max_interventions)
+        return GuardSettings(threshold=self.spike_threshold)
 
     @property
     def open_layout(self) -> tuple[str, ...]:

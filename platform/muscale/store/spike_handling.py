@@ -72,7 +72,7 @@ class SpikeHandling:
             for one in self.interventions
             if start <= min(place for place in (one.back_to, *(one.left_out or ())) if place is not None) < end
         ]
-        return {**asdict(self.policy), "interventions": done}
+        return {**self.policy.identity, "interventions": done}
 
 
 def read_incidents(directory: Path) -> list[Incident]:

@@ -91,6 +91,20 @@ def test_a_line_that_is_half_written_waits(elsewhere: Elsewhere) -> None:
     assert len(LossSource(losses=elsewhere.table).read()) == 2
 
 
+def test_a_null_is_no_divergence_where_the_row_has_another_loss(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(
+        '{"tokens": 256, "train_loss": 3.0, "val_loss": null}\n'
+        '{"tokens": 512, "train_loss": null, "val_loss": 2.5}\n'
+        '{"tokens": 768, "train_loss": null, "val_loss": null}\n'
+    )
+    first, second, third = LossSource(losses=path).read()
+    assert (first["train_loss"], second["val_loss"]) == (3.0, 2.5)
+    assert "val_loss" not in first
+    assert "train_loss" not in second
+    assert math.isnan(third["val_loss"])
+
+
 def test_a_run_that_was_set_back_counts_as_it_went_on(elsewhere: Elsewhere) -> None:
     elsewhere.write(0.2, 0.5, 0.6, header=True)
     elsewhere.write(0.4, 0.5)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -308,7 +309,8 @@ def test_the_ladder_enters_the_law_whatever_the_space_s_distributions(
     runs = []
     for u, off in generator.uniform(0, 1, (24, 2)):
         rate = float(horizon.rate(n_tokens) * 2 ** (2 * off - 1))
-        tuned = replace(best, **{"learning_rate": rate, name: distribution.decode([u])})
+        values: dict[str, Any] = {"learning_rate": rate, name: distribution.decode([u])}
+        tuned = replace(best, **values)
         (job,) = ladder.branches(numerics, tuned, [n_tokens], tuned_at=n_tokens, purpose="sweep", label="trial")
         octaves = math.log2(tuned.learning_rate / horizon.rate(n_tokens)), math.log2(tuned.weight_decay_tau / 2)
         runs.append(as_run(job) | {"loss": 2 * math.exp(0.02 * octaves[0] ** 2 + 0.03 * octaves[1] ** 2)})

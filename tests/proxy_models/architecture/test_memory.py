@@ -260,9 +260,9 @@ def test_activations_in_a_pipeline_are_those_in_flight_and_the_buffers_that_rece
         "looped_bfs": 16,
         "1f1b": 4,
         "interleaved": 5.5,
-        "zero_bubble": 4 * KEPT_APART,
-        "zero_bubble_v": 4 * KEPT_APART,
-        "dualpipe_v": 4.5 * KEPT_APART,
+        "zero_bubble": 4 * KEPT_APART["zero_bubble"],
+        "zero_bubble_v": 4 * KEPT_APART["zero_bubble_v"],
+        "dualpipe_v": 4.5 * KEPT_APART["dualpipe_v"],
     }
     for schedule, number in flight.items():
         assert kept(cast(PipelineSchedule, schedule)) == pytest.approx(number, rel=0.1), schedule

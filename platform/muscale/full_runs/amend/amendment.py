@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Amendment(Result):
         """Hash of the parent's run and tokens, and of everything that determines the result."""
         segments = [segment.to_dict() for segment in self.segments]
         parent = [self.parent.run, self.parent.tokens]
-        spikes = asdict(self.on_spike) if self.on_spike else None
+        spikes = self.on_spike.identity if self.on_spike else None
         return input_key("continue", parent, self.numerics.to_dict(), segments, self.position, spikes)
 
     @property

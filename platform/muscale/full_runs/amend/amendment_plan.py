@@ -55,12 +55,13 @@ class AmendmentPlan(Result):
     ) -> AmendmentPlan:
         """Plan an amendment under the study's laws."""
         started = ledger.result(ResultKind.AMENDMENT_STARTED, amendment.key)
-        registered = (started or {}).get("forecast")
-        found = (
-            SecondForecast.from_dict(registered)
-            if registered
-            else second_forecast(amendment, fit, ledger, level=config.plan.level, schedules=schedules, stages=stages)
-        )
+        if started is None:
+            level = config.plan.level
+            found = second_forecast(amendment, fit, ledger, level=level, schedules=schedules, stages=stages)
+        elif registered := started.get("forecast"):
+            found = SecondForecast.from_dict(registered)
+        else:
+            found = started.get("no_forecast") or "none was registered before the run began"
         control = (amendment.control or 0) * amendment.parent.recipe.batch_tokens
         pace = RunRecords(amendment.directory / FULL_RUNS / amendment.parent.run).seconds_per_token()
         return cls(

@@ -35,6 +35,7 @@ from muscale.full_runs.amend.so_far import SoFar
 from muscale.plans.band import Band, registered_band
 from muscale.plans.ladder_schedules import LadderSchedules
 from muscale.plans.plan import Plan
+from muscale.plans.sizing import epochs, repeats
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
@@ -150,7 +151,8 @@ def second_forecast(
         last_stage_begins=_last_stage_begins(amendment),
     )
     law = fit.forecast(plan.n_params, n_tokens, level=level)
-    error, variance = _error(so_far.losses, band, law.log_scale, lineage[0].tokens)
+    of_batch = plan.batch.effect / interval_factor(level) if plan.batch else 0.0
+    error, variance = _error(so_far.losses, band, math.hypot(law.log_scale, of_batch), lineage[0].tokens)
     by_curve, of_schedule = _by_own_curve(amendment, so_far, schedules, plan, level)
     if by_curve:
         of_curve = math.log(by_curve.high / by_curve.loss) / interval_factor(level)
@@ -163,6 +165,7 @@ def second_forecast(
         return "no law covers the change, and no loss of the parent says what it has still to gain"
     widening = max(0.0, math.log(max(second_half) / loss)) if uncovered else 0.0
     reweighting = _reweighting(so_far.losses, amendment)
+    of_plan = *repeats(epochs(amendment.corpus, n_tokens, plan.model.context_length)), *plan.off_policy
     loss *= math.exp(reweighting)
     of_error = interval_factor(level) * math.sqrt(variance)
     whole = math.exp(math.hypot(of_error, of_schedule.half_width, of_stages.half_width, widening))
@@ -179,7 +182,7 @@ def second_forecast(
         by_schedule=of_schedule.log_ratio,
         by_stages=of_stages.log_ratio,
         widening=widening,
-        reasons=tuple(dict.fromkeys((*law.reasons, *uncovered, *of_schedule.doubts))),
+        reasons=tuple(dict.fromkeys((*law.reasons, *of_plan, *uncovered, *of_schedule.doubts))),
     )
 
 

@@ -95,7 +95,8 @@ class PlannedWorker:
 
                 estimate = partial(estimated_memory, self.plan.model, **self._conditions)
                 limit = int(MEMORY_SHARE * self.device.memory_bytes)
-                return largest_micro_batch(estimate, first, limit=limit, pipeline=pipeline)
+                share = first if pipeline else self._share(h.batch_tokens)
+                return largest_micro_batch(estimate, share, limit=limit, pipeline=pipeline)
             if pipeline:
                 return pipeline.sizes[-1]
         return self._share(h.batch_tokens)

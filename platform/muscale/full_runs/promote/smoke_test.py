@@ -34,8 +34,8 @@ from muscale.store.ledger_tables import ResultKind
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
 
-LEAST_STEPS = 5
-"""Least steps of a launch: the first is slow, the second has an evaluation, the third a save, and the fifth is undisturbed."""
+LEAST_STEPS = 6
+"""Least steps of a launch: the first is slow, the second has an evaluation, the fourth a save, the last the final evaluation."""
 _PEAKS = "peaks"  # folder with a file for each rank
 
 
@@ -128,7 +128,7 @@ class SmokeTest(Recorded):
 
 
 def smoke_test_on_cluster(
-    plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics, *, steps: int = 5
+    plan: Plan, config: StudyConfig, ledger: Ledger, numerics: Numerics, *, steps: int = LEAST_STEPS
 ) -> SmokeTest:
     """Run the smoke test of a plan on the cluster, and record it; raise StageError if a launch fails, or the run is too short."""
     directory = ledger.directory / FULL_RUNS / plan.key / SMOKE_TEST
@@ -250,11 +250,11 @@ def _measured(directory: Path, *, steps: int, batch: int, wall: float) -> dict[s
     stamps = [row["seconds"] for row in rows]
     took = {step + 1: stamps[step] - stamps[step - 1] for step in range(1, 2 * steps)}  # by step number, from 1
     evaluated, saved = (steps + 2, steps + 3), steps + 4  # the evaluated step itself may wait, or the next
-    slow = {steps + 1, *evaluated, saved}
+    slow = {steps, steps + 1, *evaluated, saved, 2 * steps}
     step_seconds = statistics.median(seconds for step, seconds in took.items() if step not in slow)
     evaluation = max(0.0, sum(took[step] for step in evaluated) - 2 * step_seconds)
     save = max(0.0, took[saved] - step_seconds)
-    trained = stamps[-1] - stamps[steps]  # in the second launch, without its first step
+    trained = stamps[-1] - stamps[steps]  # in the second launch, without its first step, with the final evaluation
     return {
         "at": now(),
         "world_size": int(result["environment"]["world_size"]),
@@ -262,7 +262,7 @@ def _measured(directory: Path, *, steps: int, batch: int, wall: float) -> dict[s
         "step_seconds": step_seconds,
         "evaluation_seconds": evaluation,
         "save_seconds": save,
-        "start_seconds": max(0.0, wall - trained - step_seconds - evaluation - save),
+        "start_seconds": max(0.0, wall - trained - step_seconds - save),
         "resumed_from": int(result["resumed_from"]),
         "peak_bytes": tuple(int(path.read_text()) for path in sorted((directory / _PEAKS).iterdir())),
         "losses": tuple(row["train_loss"] for row in rows),

@@ -43,7 +43,7 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
 
     Returns:
         `loss` (validation, nats per token), `source_losses` (of each source of a mixture), `tokens`, `resumed_from` (tokens),
-        `seconds` that the steps took, over all attempts, `environment`, `goodput`, `incidents`.
+        `seconds` of all attempts on steps, evaluations and waits for saves, `environment`, `goodput`, `incidents`.
 
     Raises:
         StageError: If the run diverges, or its ranks don't fit the layout or the devices.

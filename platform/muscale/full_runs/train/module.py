@@ -327,11 +327,12 @@ class FullRunModule(L.LightningModule):
         start, checkpoint = tokens, None
         if policy.action == "rollback":
             start, checkpoint = self.checkpoints.latest() or self.run.origin
+        first, last = self.interventions.around(tokens, margin=policy.margin_tokens)
         incident = Incident(
             step=number,
             reason=reason,
             action=policy.action,
-            left_out=self.interventions.around(tokens, margin=policy.margin_tokens if start < tokens else 0),
+            left_out=(max(first, min(start, tokens)), last),
             back_to=start if policy.action == "rollback" else None,
             at=utc_now(),
         )

@@ -327,7 +327,8 @@ def fitting_micro_batch(
     )
     try:
         pipeline = parallelism.pipeline(first, doublings=recipe.batch_doublings)
-        fitting = largest_micro_batch(estimate, first, limit=memory_limit(device), pipeline=pipeline)
+        sequences = first if pipeline else share  # the smaller batches of a ramp take one pass
+        fitting = largest_micro_batch(estimate, sequences, limit=memory_limit(device), pipeline=pipeline)
     except ValueError:
         return None
     return min(of_all_ranks(fitting))

@@ -30,7 +30,7 @@ from proxy_models.training.numerics import Numerics
 from tests.muscale.forked_ranks import BATCH, losses, small_run
 from tests.muscale.planted import planted_fit, planted_horizon
 
-STEPS = 5
+STEPS = 6
 
 
 def run_in(folder: Path, corpus: Corpus) -> FullRun:
@@ -68,7 +68,7 @@ def test_it_saves_resumes_and_forecasts_the_wall_time(corpus: Corpus, tmp_path: 
     assert 0 < found.goodput < 1
     assert not scratch.exists()
     assert SmokeTest.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    for text in ("twice 5 steps of 256 tokens on 1 workers", "resumed   from 1,280 tokens", "goodput"):
+    for text in ("twice 6 steps of 256 tokens on 1 workers", "resumed   from 1,536 tokens", "goodput"):
         assert text in str(found)
 
 
@@ -87,12 +87,12 @@ def test_a_run_that_is_too_short_or_did_not_resume_is_reported(corpus: Corpus, t
     def tried(steps: int, train: Callable[[FullRun], None] = lambda run: None) -> None:
         smoke_test(run, train, plan="p", steps=steps, estimated_bytes=1)
 
-    with pytest.raises(StageError, match=r"steps.*5, got 4"):
-        tried(4)
+    with pytest.raises(StageError, match=r"steps.*6, got 5"):
+        tried(5)
     with pytest.raises(StageError, match=r"40.*21"):
         tried(21)
     with pytest.raises(StageError, match=r"the run ended without a result; its records are in"):
-        tried(5)
+        tried(6)
 
     def forgets(part: FullRun) -> None:
         in_this_process(part)
@@ -124,7 +124,7 @@ def test_a_smoke_test_with_two_workers_leaves_nothing_to_the_run(
 ) -> None:
     plan, config, numerics = planned
     before = ledger.forecast(plan.key)
-    found = smoke_test_on_cluster(plan, config, ledger, numerics, steps=5)
+    found = smoke_test_on_cluster(plan, config, ledger, numerics, steps=6)
     assert (found.world_size, len(found.peak_bytes), found.resumed_from) == (2, 2, 5 * BATCH)
     assert found.estimated_bytes == PlannedWorker(plan=plan, config=config).memory().total
     assert ledger.forecast(plan.key) == before

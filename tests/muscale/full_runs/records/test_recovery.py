@@ -138,6 +138,17 @@ def test_a_run_goes_back_leaves_out_the_batch_with_a_margin_and_warms_up_again(
     assert again["loss"] == outcome["loss"]
 
 
+def test_a_margin_is_left_out_where_the_spike_is_the_first_step_after_a_checkpoint(
+    run: FullRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = spike_handling(run, SpikePolicy(action="rollback", margin_tokens=BATCH))
+    poison(monkeypatch, float("nan"), 6)
+    train(run)
+    (incident,) = read_incidents(run.directory)
+    assert (incident.back_to, incident.left_out) == (6 * BATCH, (6 * BATCH, 8 * BATCH))
+    assert losses(run) == pytest.approx(by_hand(run, corpus, {6, 7}), rel=1e-6)
+
+
 def test_a_run_without_a_checkpoint_goes_back_to_its_initial_weights_and_may_leave_out_its_end(
     run: FullRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
