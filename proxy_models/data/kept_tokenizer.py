@@ -27,6 +27,7 @@ from proxy_models.hashing import content_key
 TOKENIZER = "tokenizer.json"
 TOKENIZER_MANIFEST = "tokenizer.manifest.json"
 SAMPLE_BYTES = 512 << 20  # largest amount of text that a tokenizer is trained on, evenly over the sources; assumed
+_SAMPLE = 2  # version of the choice of a sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +49,19 @@ class TrainingText:
             name: {**self.sources[name].to_dict(), "path": None, "files": [file.content for file in files]}
             for name, files in self.files.items()
         }
-        return content_key({"sources": contents, "validation_fraction": self.validation_fraction})
+        sample = {"sample": _SAMPLE} if self._share < 1 else {}
+        return content_key({"sources": contents, "validation_fraction": self.validation_fraction, **sample})
+
+    @property
+    def _share(self) -> float:
+        """Share of the text that is read."""
+        of_text = (name for name, source in self.sources.items() if source.kind != "tokens")
+        return min(1.0, SAMPLE_BYTES / max(1, sum(file.bytes for name in of_text for file in self.files[name])))
 
     def read(self, progress: PassProgress) -> Iterator[bytes]:
         """Yield the pieces of the text, thinned evenly if the text is longer than `SAMPLE_BYTES`."""
         texts = {name: source for name, source in self.sources.items() if source.kind != "tokens"}
-        share = SAMPLE_BYTES / max(1, sum(file.bytes for name in texts for file in self.files[name]))
+        share = self._share
         for name, source in texts.items():
             on_progress, done, at = progress.of(name), 0, ""
             sizes = {file.path: file.bytes for file in self.files[name]}

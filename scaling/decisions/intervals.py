@@ -1,5 +1,6 @@
 """Intervals of a decision: the decisions that other runs or another fit would give."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from scaling.arrays import Array
 from scaling.fits.ensemble import Ensemble
 from scaling.fits.forecast import Forecast
 from scaling.fits.result import ScalingFit
+from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
 from scaling.forms.problem import Values
 from scaling.forms.spending import QUANTITIES, Spending
 from scaling.quantiles import tails
@@ -42,7 +44,7 @@ def by_forecast(
 
     decided = np.log(answer[["n_params", "n_tokens"]].to_numpy(float))
     sizes, tokens = np.exp(decided + ensemble.moves(chosen)).T
-    sizes = _allowed(spending, sizes)
+    sizes = _allowed(spending, sizes, answer["total_flops"] if loss is None else math.inf)
     if loss is None:
         tokens = spending.tokens(sizes, answer["total_flops"])
     ends = np.array(tails(forecast.level))
@@ -76,7 +78,7 @@ def by_refits(
         estimate * (spending.answers(values, budgets).to_numpy() / estimate) ** fit.widening, columns=[*QUANTITIES]
     )
     sizes = found["n_params"].to_numpy()
-    found["n_params"] = sizes = np.where(np.isfinite(sizes), _allowed(spending, sizes), sizes)
+    found["n_params"] = sizes = np.where(np.isfinite(sizes), _allowed(spending, sizes, budgets), sizes)
     if loss is None:
         found["n_tokens"] = spending.tokens(sizes, budget)
         found["tokens_per_param"] = found["n_tokens"] / sizes
@@ -85,8 +87,9 @@ def by_refits(
     return pd.DataFrame({"estimate": estimate, "low": low, "high": high}, index=[*QUANTITIES])
 
 
-def _allowed(spending: Spending, sizes: Array) -> Array:
-    """The nearest of the sizes that can be chosen, within the memory."""
+def _allowed(spending: Spending, sizes: Array, budget: float | Array) -> Array:
+    """The nearest of the sizes that can be chosen, within the memory, and with a token that the budget leaves for training."""
     if spending.sizes is not None:
         sizes = spending.sizes[np.abs(np.log(spending.sizes) - np.log(sizes)[:, None]).argmin(axis=1)]
-    return np.minimum(sizes, spending.max_active_params)
+    of_budget = np.asarray(budget) / (FLOPS_PER_PARAM_TOKEN + spending.served_flops_per_param)
+    return np.minimum(sizes, np.minimum(spending.max_active_params, of_budget))

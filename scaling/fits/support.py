@@ -43,10 +43,12 @@ MAX_TIMES = 4.0
 """Most tokens over the longest run of one size: the tested range (`tests/benchmarks/one_size.py`)."""
 MAX_RISE = 2.5
 """Largest slope of log loss in log tokens over the longest runs of one size, in standard errors. None of 3,000 planted falling ladders
-and of 298 public ones exceeds it; of five runs that rise by .7 % at each doubling, 92 to 100 % do (`tests/benchmarks/one_size.py`)."""
+and of 298 public ones exceeds it; of five runs that rise by .7 % at each doubling, 92 to 100 % do (`tests/benchmarks/one_size.py`).
+Of ladders of several sizes, the largest slope in N or in D over the upper half."""
 _USUAL_NOISE, _USUAL_RUNS = 0.004, 4
 """Noise of log loss that is usual for finished runs, and the number of residuals that it counts for."""
-_LEAST_UPPER = 5  # runs of the upper half over which a rise is measured
+_LEAST_APART = 0.2
+"""Least spread of log N, or log D, that the other one leaves, at which a slope in it is measured (assumed)."""
 MOST_NATS = math.log(1e6)
 """Loss of a uniform guess among a million tokens; a larger number is no loss in nats."""
 
@@ -95,12 +97,15 @@ def _of_fits(rows: pd.DataFrame, ensemble: Ensemble) -> dict[str, str]:
             f"the runs end far above the floor of the loss: E is {share:.3g} of the least loss, below {LEAST_FLOOR:g}, the least at "
             "which forecasts were tested; larger or longer runs help"
         )
-    for name, what in (("n_params", "parameters"), ("n_tokens", "tokens")):
-        if not has_one_size(rows) and (slope := _rise_along(made, name)) > MAX_RISE:
-            found["rising"] = (
-                f"the losses of the larger runs rise with the {what}, by {slope:.2g} standard errors: the law can only fall; "
-                "too high a rate or repeated text may cause it"
-            )
+    slopes = (
+        {} if has_one_size(rows) else _slopes(made, [name for name in (SPARSITY,) if name in ensemble.form.columns])
+    )
+    what = max(slopes, key=slopes.__getitem__, default="")
+    if what and slopes[what] > MAX_RISE:
+        found["rising"] = (
+            f"the losses of the larger runs rise with the {what}, by {slopes[what]:.2g} standard errors: the law can only fall; too "
+            "high a rate or repeated text may cause it"
+        )
     if ensemble.law.loss_unit == NATS and (most := float(made["loss"].max())) > MOST_NATS:
         found["unit"] = (
             f"a loss of {most:.4g} nats per token is worse than a uniform guess among a million tokens, as a perplexity is: "
@@ -187,22 +192,38 @@ def _rise(rows: pd.DataFrame) -> float:
     return max(slopes)
 
 
-def _rise_along(rows: pd.DataFrame, name: str) -> float:
-    """Slope of log loss in the logarithm of N or D over the upper half of its values, the other held, in standard errors."""
-    along = rows[name].to_numpy(np.float64)
-    values = np.unique(along)
-    upper = rows[along >= values[len(values) // 2]]
-    x = np.log(upper[["n_params", "n_tokens"]].to_numpy(np.float64))
-    if (
-        len(upper) < _LEAST_UPPER
-        or np.linalg.matrix_rank(design := np.column_stack([np.ones(len(x)), x - x.mean(axis=0)])) < 3
-    ):
-        return -math.inf
-    inverse, y = np.linalg.inv(design.T @ design), np.log(upper["loss"].to_numpy(np.float64))
-    slopes = inverse @ design.T @ y
-    residuals, at = y - design @ slopes, 1 + (name == "n_tokens")
-    variance = (_USUAL_RUNS * _USUAL_NOISE**2 + residuals @ residuals) / (_USUAL_RUNS + len(y) - 3)
-    return float(slopes[at] / math.sqrt(variance * inverse[at, at]))
+def _slopes(rows: pd.DataFrame, further: list[str]) -> dict[str, float]:
+    """Slopes of log loss in log N and log D over the upper half of each, the others held, in standard errors.
+
+    Where N and D move together, as at one D/N, the slope in log compute takes their place.
+    """
+    log_n, log_d, *others = np.log(rows[["n_params", "n_tokens", *further]].to_numpy(np.float64).T)
+    held = [other for other in others if np.ptp(other) > 0]
+    if min(_apart(log_n, [log_d, *held]), _apart(log_d, [log_n, *held])) < _LEAST_APART:
+        along = {"compute": (log_n + log_d, held)}
+    else:
+        along = {"parameters": (log_n, [log_d, *held]), "tokens": (log_d, [log_n, *held])}
+    y = np.log(rows["loss"].to_numpy(np.float64))
+    found = {}
+    for name, (x, rest) in along.items():
+        values = np.unique(x)
+        upper = x >= values[len(values) // 2]
+        design = np.column_stack([np.ones(upper.sum()), x[upper], *(other[upper] for other in rest)])
+        freedom = len(design) - design.shape[1]
+        apart = _apart(x[upper], [other[upper] for other in rest])
+        if freedom < 2 or apart < _LEAST_APART:
+            continue
+        slope = np.linalg.lstsq(design, y[upper], rcond=None)[0]
+        residuals = y[upper] - design @ slope
+        variance = (_USUAL_RUNS * _USUAL_NOISE**2 + residuals @ residuals) / (_USUAL_RUNS + freedom)
+        found[name] = float(slope[1] * apart * math.sqrt(len(design) / variance))
+    return found
+
+
+def _apart(x: Array, others: list[Array]) -> float:
+    """Standard deviation of what the other logarithms leave of one."""
+    design = np.column_stack([np.ones(len(x)), *others])
+    return float(np.std(x - design @ np.linalg.lstsq(design, x, rcond=None)[0]))
 
 
 def _of_sparsity(rows: pd.DataFrame, n_tokens: float, sparsity: float) -> dict[str, str]:

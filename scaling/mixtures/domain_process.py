@@ -169,7 +169,8 @@ class DomainProcess:
             mean, deviation = self.left_out()
             return mean[judged], deviation[judged]
         _, first, point = np.unique(self._points, return_index=True, return_inverse=True)
-        part, found = np.random.default_rng(0).permutation(n)[first[point]] % FOLDS, np.empty((2, n))
+        ranks = np.argsort(np.argsort(np.random.default_rng(0).permutation(n)[first]))
+        part, found = ranks[point] % FOLDS, np.empty((2, n))
         for fold in range(FOLDS):
             others = np.flatnonzero(part != fold)
             of_others = self.refitted(others[fitted_rows(len(others))])

@@ -146,8 +146,8 @@ _LEAST_SPAN = 1.5
 """Least ratio of the baseline's largest to its smallest compute at which a rise of its loss is no effect of D/N (assumed)."""
 _MOST_RISE = 4.0
 """Largest rise of the baseline's log loss over its runs, in standard deviations of the noise, that counts as noise (assumed)."""
-_SAME_COMPUTE = 1.1
-"""Largest ratio of a variant's computes under one label of `size` (assumed)."""
+_OTHER_LENGTH = 1.5
+"""Least ratio of neighbouring computes under one label of `size` at which they belong to runs of other lengths (assumed)."""
 _OTHER_NAMES = {"variant": ("arm", "recipe", "method", "optimizer")}
 """Names of our columns in other tables, without capitals and punctuation."""
 
@@ -177,13 +177,7 @@ def _read(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
         require_columns(rows, ("n_params", "n_tokens"))
         flops = compute_flops(numbers(rows, "n_params"), numbers(rows, "n_tokens"))
     found = pd.DataFrame({"variant": names(rows, "variant"), "size": "", "flops": flops, "loss": losses(rows)})
-    if "size" in rows:
-        found["size"] = rows["size"].astype(str).to_numpy()
-        of_size = found.groupby(["size", "variant"])["flops"]
-        spans = of_size.transform("max") / of_size.transform("min")
-    if "size" not in rows or (several := spans > _SAME_COMPUTE).any():  # a label of several lengths pairs no runs
-        apart = _shapes(rows, found, baseline)
-        found["size"] = found["size"].where(~several, apart) if "size" in rows else apart
+    found["size"] = _labels(rows, found) if "size" in rows else _shapes(rows, found, baseline)
     found = found.assign(seed=rows["seed"].to_numpy()) if "seed" in rows else found
     _refuse_split(rows, found)
     return found
@@ -224,6 +218,16 @@ def _refuse_rising(own: pd.DataFrame, baseline: str, noise: float) -> None:
             f"loss must fall with compute; that of {baseline!r} rises by {math.expm1(rise):.1%} from {math.exp(x.min()):.2g} to "
             f"{math.exp(x.max()):.2g} FLOPs; if higher is better, pass the distance from the best value, such as 1 - accuracy"
         )
+
+
+def _labels(rows: pd.DataFrame, found: pd.DataFrame) -> pd.Series[str]:
+    """Return the label of each row; where a label has several lengths, with the number of the length."""
+    label = pd.Series(rows["size"].astype(str).to_numpy(), index=found.index)
+    ordered = np.log(found["flops"]).groupby(label).apply(pd.Series.sort_values).droplevel(0)
+    steps = (ordered.groupby(label[ordered.index]).diff() > math.log(_OTHER_LENGTH)).groupby(label[ordered.index])
+    lengths = steps.cumsum().reindex(found.index)
+    several = lengths.groupby(label).transform("max") > 0
+    return label.where(~several, label + " at length " + lengths.astype(str))
 
 
 def _shapes(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> pd.Series[str]:

@@ -94,12 +94,13 @@ class Baseline:
     def between(self, x: Array, sizes: Sequence[str]) -> Array:
         """Weights of the K cells in the baseline's residual at J log computes, [J, K].
 
-        A cell of the same label has all the weight. Without such a cell the residual is interpolated, and constant beyond the ends.
+        The nearest cell of the same label has all the weight. Without one the residual is interpolated, and constant beyond the ends.
         """
         weights = np.array([np.interp(x, self.x, row) for row in np.eye(len(self.x))]).T
-        for row, size in zip(weights, sizes, strict=True):
+        for row, size, at in zip(weights, sizes, x, strict=True):
             if size and size in self.sizes:
-                row[:] = np.array(self.sizes) == size
+                apart = np.where(np.array(self.sizes) == size, np.abs(self.x - at), np.inf)
+                row[:] = np.arange(len(row)) == np.argmin(apart)
         return weights
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from scaling.drawing import Figure
 from scaling.presentation import lines
-from scaling.serialization import JsonResult, TableLayout
+from scaling.serialization import JsonResult, OrNan, TableLayout
 from scaling.variants.variant_figures import draw_changes, draw_looks, draw_variants
 from scaling.variants.verdicts import Outcome
 
@@ -29,7 +29,8 @@ class VariantComparison(JsonResult):
         error: probability that any promotion is wrong, over all variants and looks; the same holds for rejections.
         n_sizes: sizes of the baseline; with one size the prior gives its slope.
         noise: standard deviation of one run's log loss, pooled over variants; the posterior's median at the last look.
-        noise_dof: degrees of freedom of the measured noise; 0 if no runs were repeated, so that the noise is assumed.
+        noise_dof: degrees of freedom of the measured noise; 0 if no runs were repeated, so that the noise is assumed; NaN in results
+            of earlier versions.
         baseline_loss: loss of the baseline at the target, by a power law with a floor.
         table: by variant, at the look that decided the variant or else the last look: runs, diverged, sizes, flops (of the largest
             run), change (log ratio of that run's loss to the baseline's at the same compute), change_low, change_high, multiplier
@@ -59,7 +60,7 @@ class VariantComparison(JsonResult):
     band: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
     looks: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
     next_runs: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
-    noise_dof: float
+    noise_dof: OrNan = math.nan
     unit: str = ""
 
     @property
@@ -97,7 +98,11 @@ class VariantComparison(JsonResult):
             "promote": f"multiplier above 1; wrong for any variant{looked} with a probability of {self.error:g} at most",
             "reject": f"multiplier below {1 + self.worth:g}, no gain worth a change; same error probability",
             "noise": f"{self.noise:.2%} of the loss between two runs that differ only in their seed"
-            + ("" if self.noise_dof else "; assumed, since no runs were repeated: promotions are as sure as this is"),
+            + (
+                ""
+                if self.noise_dof != 0
+                else "; assumed, since no runs were repeated: promotions are as sure as this is"
+            ),
         }
         for row in table[table["diverged"] > 0].to_dict("records"):
             about[f"diverged: {row['variant']}"] = f"{row['diverged']} of {row['runs']} runs; not promoted"

@@ -14,7 +14,7 @@ from muscale.errors import StageError
 from muscale.findings import Findings, StudyContents, findings
 from muscale.full_runs.amend.parent import find_amendment, plain
 from muscale.full_runs.amend.train import Amended
-from muscale.full_runs.checkpoints.evaluated_checkpoints import evaluated_checkpoints
+from muscale.full_runs.checkpoints.evaluated_checkpoints import LOSS, evaluated_checkpoints
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.plan import Plan
@@ -125,9 +125,10 @@ def _amended_run(study: StudyContents, started: dict[str, Any], done: Amended) -
 
 
 def _scores(study: StudyContents, run: str, tokens: int) -> list[Score]:
-    """Scores of a run's last weights other than the held-out loss."""
+    """Scores of a run's last weights, without those of the held-out text, which every evaluation has."""
     last = [one for one in evaluated_checkpoints(study.ledger) if (one.run, one.tokens) == (run, tokens)]
-    return [score for one in last for score in one.scores if score.metric != "loss" or score.name]
+    scores = {(score.measure, score.name, score.metric): score for one in last for score in one.scores}
+    return [score for score in scores.values() if score.measure != LOSS[0]]
 
 
 def _promoted(study: StudyContents) -> tuple[Plan, Promotion]:

@@ -71,6 +71,7 @@ class LossSource:
 
     def _read_json_lines(self, text: str) -> _Records:
         """Read an object per line; null is a divergence, as in a trainer's rows, or a loss that the row does not have."""
+        names: dict[str, None] = {}
         records: list[tuple[str, dict[Any, Any]]] = []
         for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), start=1):
             try:
@@ -79,10 +80,13 @@ class LossSource:
                 found = None
             if not isinstance(found, dict):
                 raise StageError(f"watch: {self.name}, line {number}: must be a JSON object, got {line[:80]!r}")
-            has_loss = any(found.get(name) is not None for name in _LOSSES)
+            names |= dict.fromkeys(found)
+            has_loss = any(
+                found.get(name) is not None for name in ([self.loss_column] if self.loss_column else _LOSSES)
+            )
             kept = {name: math.nan if value is None else value for name, value in found.items()}
             records.append((f"line {number}", {k: v for k, v in kept.items() if found[k] is not None or not has_loss}))
-        return list(dict.fromkeys(name for _, record in records for name in record)), records
+        return list(names), records
 
     def _read_wandb(self) -> _Records:
         """Read the keys that the run logged; `_step` is W&B's own step count."""

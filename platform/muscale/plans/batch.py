@@ -13,7 +13,7 @@ from scaling import BatchLaw
 from scaling.optima.batch_law import CURVATURE, RATE_EXPONENT, published_batch
 
 Source = Literal["the study's grids", "Step Law", "stated"]
-BY_BATCH = ("batch_tokens", "learning_rate", "swap_learning_rate", "beta2", "eps")
+BY_BATCH = ("batch_tokens", "learning_rate", "beta2", "eps")
 """Hyperparameters that a different batch may change."""
 EPS_EXPONENT = -0.5
 """Exponent of Adam's eps in the batch: gradients of a mean over κ times as many tokens have 1/√κ of the noise (2205.10287)."""
@@ -97,7 +97,6 @@ class BatchChoice(Recorded):
             tuned,
             batch_tokens=self.tokens,
             learning_rate=tuned.learning_rate * factor,
-            swap_learning_rate=tuned.swap_learning_rate * factor,
             beta2=tuned.beta2 ** min(self.ratio, 1.0) if "beta2" in reads else tuned.beta2,
             eps=tuned.eps * self.ratio**EPS_EXPONENT if "eps" in reads else tuned.eps,
         )

@@ -100,11 +100,13 @@ def departures(plan: Plan, config: StudyConfig) -> tuple[Departure, ...]:
         laws["batch_tokens"] = "by law" if batch.source == "stated" else batch.source
     if batch and batch.furthest < 1:
         laws["beta2"] = laws.get("beta2", "the same half-life in tokens, 2507.07101")
-    unread = {
-        name for name, readers in OPTIMIZERS_THAT_READ.items() if not {h.optimizer, h.swap_optimizer} & set(readers)
-    }
+    lengths = config.sweep.n_tokens, plan.n_tokens
+    unused = {cover.name for cover in COVERS if not getattr(h, cover.name)}
+    if all(h.warmup_floor_tokens <= h.warmup_fraction * n_tokens for n_tokens in lengths):
+        unused.add("warmup_floor_tokens")
+    unread = {name for name, readers in OPTIMIZERS_THAT_READ.items() if h.optimizer not in readers}
     return tuple(
         Departure(cover=cover, times=times[cover.axis], by_law=laws.get(cover.name, ""))
         for cover in COVERS
-        if cover.name not in unread and getattr(h, cover.name)
+        if cover.name not in unread | unused
     )

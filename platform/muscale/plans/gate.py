@@ -295,6 +295,8 @@ def by_law_line(departures: Sequence[Departure]) -> GateLine:
         "batch_tokens": "measure: transfer.batches, at least four around the proxies' batch",
         "beta1": "set plan.explicit.beta1",
         "beta2": "set plan.explicit.beta2",
+        "batch_ramp_tokens": "set plan.explicit.batch_ramp_tokens",
+        "warmup_floor_tokens": "set plan.explicit.warmup_floor_tokens",
         "weight_decay_tau": "search at a sweep.n_tokens nearer to the run's tokens per parameter, or state "
         "plan.explicit.weight_decay_tau",
     }

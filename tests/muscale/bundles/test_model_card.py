@@ -12,6 +12,7 @@ from muscale.full_runs.amend.train import Amended, Losses
 from muscale.full_runs.records.events import Event
 from muscale.full_runs.records.goodput import Goodput
 from proxy_models.data.corpus import Corpus
+from proxy_models.evaluation.measure import Score
 from proxy_models.training.numerics import Numerics
 from tests.muscale import planted_ladder
 from tests.muscale.planted import large_and_small
@@ -138,3 +139,9 @@ def test_a_continuation_of_a_family_of_one_s_own_names_it(corpus: Corpus) -> Non
     text = continuation_card(None, study="study", done=done, numerics=numerics, corpus=corpus, n_tokens=1024)
     assert f"of the family {Recurrent.__module__}:Recurrent |" in text
     assert "| a \\| b | 1.2500 | 1.7500 |" in text
+
+
+def test_scores_that_were_measured_stand_in_it(corpus: Corpus) -> None:
+    score = Score(measure="tasks", name="arithmetic", metric="accuracy", value=0.625, standard_error=0.01, n=100)
+    assert "| tasks | arithmetic | accuracy | 0.625 |" in card(corpus, scores=[score])
+    assert "arithmetic" not in card(corpus)

@@ -103,6 +103,11 @@ def test_a_null_is_no_divergence_where_the_row_has_another_loss(tmp_path: Path) 
     assert "val_loss" not in first
     assert "train_loss" not in second
     assert math.isnan(third["val_loss"])
+    (own,) = LossSource(losses=path, loss_column="val_loss").read()[1:2]
+    assert own["val_loss"] == 2.5
+    path.write_text('{"tokens": 512, "train_loss": 3.0, "lm_loss": null}\n')
+    (row,) = LossSource(losses=path, loss_column="lm_loss").read()
+    assert math.isnan(row["val_loss"])
 
 
 def test_a_run_that_was_set_back_counts_as_it_went_on(elsewhere: Elsewhere) -> None:

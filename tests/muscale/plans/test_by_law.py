@@ -47,6 +47,12 @@ def blocked(found: dict[str, Departure]) -> set[str]:
     return names
 
 
+def test_each_has_advice() -> None:
+    for cover in COVERS:
+        line = by_law_line([Departure(cover=cover, times=100.0)])
+        assert (line.status, bool(line.advice)) == ("failed", True)
+
+
 def test_all_are_classed_by_law() -> None:
     for cover in COVERS:
         assert TRANSFERABILITY[cover.name].transfer is TransferClass.BY_LAW

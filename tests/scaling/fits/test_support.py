@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaling import Chinchilla, Joint, Kaplan, ScalingFit, fit
-from scaling.fits.support import unsupported
+from scaling.fits.support import MAX_RISE, _slopes, unsupported
 from tests.scaling.conftest import PLANTED, planted_ladder
 
 Ladder = Callable[..., pd.DataFrame]
@@ -160,6 +160,38 @@ def test_perplexities_give_no_supported_forecast() -> None:
     named = fit(perplexity, n_params_convention="total", n_bootstrap=2, loss_unit="perplexity")
     assert "unit" not in reasons(named, *NEAR)
     assert "unit" not in reasons(fitted(table), *NEAR)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.03])
+def test_falling_losses_at_one_ratio_do_not_rise(spread: float) -> None:
+    """N and D move together but for rounding, so that neither has a slope of its own."""
+    flagged = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        n_params = np.geomspace(1e6, 1e9, 10)
+        n_tokens = np.ceil(20 * n_params * np.exp(spread * rng.standard_normal(10)) / 65536) * 65536
+        loss = (1.7 + 400 / n_params**0.34 + 410 / n_tokens**0.28) * np.exp(0.002 * rng.standard_normal(10))
+        slopes = _slopes(pd.DataFrame({"n_params": n_params, "n_tokens": n_tokens, "loss": loss}), [])
+        assert {*slopes} == {"compute"}
+        flagged += max(slopes.values()) > MAX_RISE
+    assert flagged == 0
+
+
+def test_fewer_experts_in_larger_models_are_no_rise() -> None:
+    rng = np.random.default_rng(0)
+    rows = pd.DataFrame(
+        [
+            {"n_params": n, "n_tokens": r * n, "sparsity": s}
+            for n, s in ((1e7, 16.0), (1e8, 8.0), (1e9, 1.0))
+            for r in (10, 20, 40)
+        ]
+        + [{"n_params": 1e8, "n_tokens": 2e9, "sparsity": s} for s in (1.0, 4.0)]
+        + [{"n_params": 1e9, "n_tokens": 2e10, "sparsity": s} for s in (4.0, 16.0)]
+    )
+    total = rows["n_params"] * rows["sparsity"]
+    noise = np.exp(0.003 * rng.standard_normal(len(rows)))
+    rows["loss"] = (1.7 + 200 / rows["n_params"] ** 0.34 + 200 / total**0.34 + 410 / rows["n_tokens"] ** 0.28) * noise
+    assert max(_slopes(rows, ["sparsity"]).values()) < MAX_RISE
 
 
 @pytest.mark.parametrize("column", ["n_params", "n_tokens"])

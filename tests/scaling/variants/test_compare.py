@@ -348,6 +348,22 @@ def test_a_label_of_several_lengths_pairs_runs_of_one_compute() -> None:
     assert found.verdict("better") != "reject"
 
 
+def test_a_further_length_of_the_variant_leaves_the_first_one_s_pair() -> None:
+    rows = planted(3, {"better": 1.1}).assign(size=lambda r: r["compute_flops"].rank(method="dense").astype(str))
+    longer = rows[rows["variant"] == "better"].assign(compute_flops=lambda r: 1.9 * r["compute_flops"])
+    longer["loss"] *= 0.98
+    both = pd.concat([rows, longer[longer["size"] == "1.0"]], ignore_index=True)
+    one, two = (compare_variants(table, "baseline", target_flops=TARGET).measured for table in (rows, both))
+    shared = two[two["compute_flops"].isin(one["compute_flops"])]
+    np.testing.assert_allclose(shared["multiplier"].to_numpy(), one["multiplier"].to_numpy(), rtol=1e-9)
+
+
+def test_a_comparison_of_an_earlier_version_is_read() -> None:
+    values = compare_variants(planted(0, {"a": 1.2}), "baseline").to_dict()
+    del values["noise_dof"]
+    assert math.isnan(VariantComparison.from_dict(values).noise_dof)
+
+
 @pytest.mark.parametrize("shared", [2, 1, 0])
 def test_a_null_variant_of_other_seeds_is_seldom_promoted_and_its_interval_holds(shared: int) -> None:
     """A seed moves all variants of a size alike, by .7 % of the loss, and so cancels only where it is shared."""

@@ -152,7 +152,7 @@ def second_forecast(
     )
     law = fit.forecast(plan.n_params, n_tokens, level=level)
     of_batch = plan.batch.effect / interval_factor(level) if plan.batch else 0.0
-    error, variance = _error(so_far.losses, band, math.hypot(law.log_scale, of_batch), lineage[0].tokens)
+    error, variance = _error(so_far.losses, band, law.log_scale + of_batch, lineage[0].tokens)  # both as in the plan
     by_curve, of_schedule = _by_own_curve(amendment, so_far, schedules, plan, level)
     if by_curve:
         of_curve = math.log(by_curve.high / by_curve.loss) / interval_factor(level)

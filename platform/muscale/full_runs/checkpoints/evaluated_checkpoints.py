@@ -17,7 +17,7 @@ from muscale.store.ledger import NESTED, Ledger
 from muscale.store.ledger_tables import ResultKind
 from proxy_models.evaluation.measure import Sample, Score
 
-_LOSS = ("loss", "", "loss")
+LOSS = ("loss", "", "loss")
 """Measure, name and metric of the held-out loss, as `HeldOutLoss` gives them; its module imports torch."""
 
 
@@ -70,9 +70,7 @@ def checkpoints_in_ledger(ledger: Ledger) -> Iterator[EvaluatedCheckpoint]:
             run=plans.get(point["run"], point["run"]),
             is_full=point["run"] in plans,
             **{name: point[name] for name in ("n_params", "tokens", "seed", "anneals")},
-            val_loss=next(
-                (score.value for score in scores if (score.measure, score.name, score.metric) == _LOSS), None
-            ),
+            val_loss=next((score.value for score in scores if (score.measure, score.name, score.metric) == LOSS), None),
             scores=scores,
             samples=tuple(samples.values()),
         )

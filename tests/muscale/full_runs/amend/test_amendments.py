@@ -12,6 +12,7 @@ import pytest
 from muscale import Amended, StageError, Study, StudyFileError
 from muscale.bundles.bundle import LINEAGE
 from muscale.cli import app
+from muscale.full_runs.amend.amendment_plan import AmendmentPlan
 from muscale.full_runs.amend.second_forecast import SecondForecast, second_forecast
 from muscale.full_runs.amend.train import train_amendment
 from muscale.full_runs.checkpoints.folder import CheckpointFolder
@@ -19,9 +20,10 @@ from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.train.attempt import train
 from muscale.layout import CORPORA, CORPUS, FULL_RUNS, METRICS, STUDY_FILE
 from muscale.plans.band import Band, registered_band
-from muscale.plans.plan import register
+from muscale.plans.plan import Plan, register
 from muscale.settings.amendment_file import AmendmentFile
 from muscale.store.lease import full_run_lease, lease
+from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.data.batches import training_stream
@@ -309,6 +311,29 @@ def test_the_forecast_of_an_unchanged_run_is_the_law_until_its_band_is_known(cas
     assert (found.low, found.high) == pytest.approx((law.low, law.high))
     assert found.n_tokens == STEPS * BATCH
     assert SecondForecast.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_doubts_of_the_plan_are_those_of_the_second_forecast(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    amendment, fit = of_lineage(case, {HALF: 4.0})
+    plan = replace(case.plan, off_policy=("beta2 is stated",))
+    monkeypatch.setattr(Plan, "of_row", lambda _row: plan)
+    found = second_forecast(amendment, fit, case.ledger, level=0.9)
+    assert isinstance(found, SecondForecast)
+    assert plan.off_policy[0] in found.reasons
+
+
+def test_a_run_that_began_without_a_forecast_gets_none_afterwards(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    amendment, fit = of_lineage(case, {HALF: 4.0}, hyperparameters__clip_norm=0.25)
+
+    def planned() -> AmendmentPlan:
+        return AmendmentPlan.of(amendment, fit, lambda: "none", lambda: "none", case.config, case.ledger)
+
+    assert planned().forecast is not None
+    started = {"no_forecast": "no law was finished"}
+    monkeypatch.setattr(
+        Ledger, "result", lambda _ledger, kind, _key: started if kind is ResultKind.AMENDMENT_STARTED else None
+    )
+    assert (planned().forecast, planned().no_forecast) == (None, "no law was finished")
 
 
 def test_losses_above_the_band_raise_the_forecast_by_their_weight_and_narrow_it(case: Case) -> None:
