@@ -99,8 +99,8 @@ def test_a_run_that_is_too_short_or_did_not_resume_is_reported(corpus: Corpus, t
         for file in part.directory.glob("checkpoints/*/manifest.json"):
             file.unlink()
 
-    with pytest.raises(StageError, match=r"from 0 tokens, .* 1280"):
-        tried(5, forgets)
+    with pytest.raises(StageError, match=r"from 0 tokens, .* 1536"):
+        tried(6, forgets)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_smoke_test_with_two_workers_leaves_nothing_to_the_run(
     plan, config, numerics = planned
     before = ledger.forecast(plan.key)
     found = smoke_test_on_cluster(plan, config, ledger, numerics, steps=6)
-    assert (found.world_size, len(found.peak_bytes), found.resumed_from) == (2, 2, 5 * BATCH)
+    assert (found.world_size, len(found.peak_bytes), found.resumed_from) == (2, 2, 6 * BATCH)
     assert found.estimated_bytes == PlannedWorker(plan=plan, config=config).memory().total
     assert ledger.forecast(plan.key) == before
     kept = ledger.latest_result(ResultKind.SMOKE_TEST)
