@@ -140,7 +140,7 @@ def test_a_smoke_test_with_two_workers_leaves_nothing_to_the_run(
     train(real)  # `promote` records it
     done = promote(plan, config, ledger, numerics, verdict="fail", gate=closed)
     trained = losses(real)
-    assert trained[:10] == pytest.approx(list(found.losses), rel=1e-5)
+    assert trained[:12] == pytest.approx(list(found.losses), rel=1e-5)
     assert len(trained) == 32
     assert (done.gate, done.forced, done.forced_lines) == (closed.to_dict(), True, ("transfer",))
     assert "forced despite transfer, with a transfer verdict of 'fail'" in str(done)
