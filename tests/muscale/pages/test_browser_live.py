@@ -12,8 +12,10 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, expect
 
+from muscale import Study
 from muscale.pages.live_page import LivePage
 from muscale.pages.live_server import HOST, live_app
+from muscale.proxies.study_check import _key
 from muscale.search.record import Record
 from muscale.store.cancels import cancelled_trials
 from muscale.store.ledger_tables import ResultKind
@@ -33,7 +35,7 @@ def browser() -> Iterator[Browser]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, LivePage, Record]]:
     """A page with actions, of a study whose name is evil and whose search has begun."""
     folder = tmp_path_factory.mktemp("live")
-    write_text(folder / "text", documents=2)
+    write_text(folder / "text")
     (folder / "study.toml").write_text(
         MICRO.replace('name = "micro"', "name = '<img src=x onerror=\"window.evil = 1\">'")
     )
@@ -89,7 +91,9 @@ def test_a_section_that_is_new_is_listed_too(shown: Opened, served: tuple[str, L
     page, live = shown.page, served[1]
     assert page.locator("#coordinate-check .missing").count() == 1
     assert page.locator("nav a[href='#coordinate-check'].unknown").count() == 1
-    live.study.ledger.record_result(ResultKind.CHECK, "planted", planted_check().to_dict())
+    study = Study.open(live.study.path, quiet=True)
+    numerics = study.config.shared_numerics(study.corpus, study.directory)
+    live.study.ledger.record_result(ResultKind.CHECK, _key(study.config, numerics), planted_check().to_dict())
     expect(page.locator("#coordinate-check .figure .main-svg").first).to_be_visible()
     expect(page.locator("nav a[href='#coordinate-check'].unknown")).to_have_count(0)
 
