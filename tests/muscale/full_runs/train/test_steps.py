@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -149,14 +150,19 @@ def test_a_divergence_noticed_late_ends_the_run_at_its_step_before_anything_of_l
     assert json.loads(attempts[-1])["step"] == 8
 
 
-def is_killed(lost: int, at: int, rank: int) -> None:
-    """As a fault of a forked rank: rank `lost` is killed where its step `at` begins; steps are read as seldom as they may be."""
+def is_killed(lost: int, at: int, saves: Path | None, rank: int) -> None:
+    """As a fault of a forked rank: rank `lost` is killed where its step `at` begins; steps are read as seldom as they may be.
+
+    If `saves` is given, a checkpoint below it is complete by then.
+    """
     rank_flags.MOST_SECONDS = float("inf")
     if rank == lost:
         step = Stepper.step
 
         def faulty(self: Stepper, sequences: Tensor, *, number: int, **given: Any) -> tuple[Tensor, Tensor]:
             if number == at:
+                while saves and not [*saves.glob("*/manifest.json")]:
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             return step(self, sequences, number=number, **given)
 
@@ -165,7 +171,7 @@ def is_killed(lost: int, at: int, rank: int) -> None:
 
 def test_a_rank_that_loses_its_peer_keeps_the_rows_of_the_steps_they_took(run: FullRun) -> None:
     # No step is read between the checkpoint after six and that after twelve.
-    assert ended(start(run, 2, fault=partial(is_killed, 1, SPIKE))) == [1, -signal.SIGKILL]
+    assert ended(start(run, 2, fault=partial(is_killed, 1, SPIKE, None))) == [1, -signal.SIGKILL]
     assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, SPIKE + 1))
     (stop,) = (line for line in map(json.loads, (run.directory / ATTEMPTS).read_text().splitlines()) if "error" in line)
     assert (stop["rank"], stop["step"]) == (0, SPIKE)
@@ -185,7 +191,8 @@ def test_rank_0_killed_costs_the_rows_since_the_last_read_and_they_are_written_a
     )
     whole = replace(run, directory=tmp_path / "whole")
     train(whole)
-    assert ended(start(run, 2, fault=partial(is_killed, 0, at))) == [-signal.SIGKILL, 1]
+    saves = run.directory / CHECKPOINTS if saved < at else None
+    assert ended(start(run, 2, fault=partial(is_killed, 0, at, saves))) == [-signal.SIGKILL, 1]
     assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, written + 1))
     assert at - written <= rank_flags.MOST_STEPS
     train_on(run, 2)
