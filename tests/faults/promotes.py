@@ -17,7 +17,7 @@ if __name__ == "__main__":
         ledger = Ledger(Path(folder) / "ledger.sqlite")
         sweep = planted_result(ledger, study.config, "planted", losses=MicroPlanted())
         ledger.close()
-    unknown = Verdict(transfers=(), n_tokens=1.0, horizons=(), missing={"rate": "planted"})
+    unknown = Verdict(transfers=(), n_tokens=1.0, horizons=(), missing={"horizon law": "planted"})
     study._stages.known = Findings(sweep=sweep, transfer=unknown)
     forecast = study.ledger.latest_forecast()
     assert forecast is not None
