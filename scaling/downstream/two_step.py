@@ -170,7 +170,10 @@ def fit_two_step(
 
 
 def _with_loss(table: pd.DataFrame, factor: float) -> pd.DataFrame:
-    """Return the table with the task's loss, times the factor, as `loss`, in one unit for both steps whatever the bytes of a token."""
+    """Return the table with the task's loss, times the factor, as `loss`.
+
+    The bytes of a token, by which `fit` would convert bits per byte for the first step alone, are left out.
+    """
     kept = table.drop(columns=["task_loss", BYTES], errors="ignore")
     return kept.assign(loss=factor * numbers(table, "task_loss"))
 

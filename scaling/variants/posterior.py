@@ -28,8 +28,9 @@ degrees of freedom. The other tables of `tests/benchmarks/variants.py` change by
 NOISE = (1e-3, 4.0)
 """Prior of the standard deviation of log loss between repeated runs: its value and its degrees of freedom."""
 _N_SLOPES = 24  # grid points of the sum over slopes
-Seeds = tuple[tuple[tuple[str, str], ...], ...]
 _BISECTIONS = 40  # halvings of the distance between the normals' quantiles: a part in 1e12 is left
+Seeds = tuple[tuple[tuple[str, str], ...], ...]
+"""The seeds of each cell, each with its size: another size has other initial values under the same seed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +42,7 @@ class Baseline:
         gamma: exponent of compute.
         x0: mean log compute of the cells.
         x, residual, runs, sizes: log compute, log loss above the law, number of runs, and label ("" without one) of each cell, [K].
-        seeds: the runs' seeds in each cell, [K], each with the size at which it is one; empty if seeds are not known.
+        seeds: seeds of the runs in each cell, [K]; empty if they are not known.
     """
 
     floor: float

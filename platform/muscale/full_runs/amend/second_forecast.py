@@ -188,7 +188,7 @@ def second_forecast(
 
 @dataclass(frozen=True, kw_only=True)
 class _Effect:
-    """The worth of a change, in log loss.
+    """Effect of a change on the log loss.
 
     Attributes:
         half_width: Half the width of its interval.

@@ -332,7 +332,7 @@ class FullRunModule(L.LightningModule):
             step=number,
             reason=reason,
             action=policy.action,
-            left_out=(max(first, min(start, tokens)), last),
+            left_out=(max(first, start), last),
             back_to=start if policy.action == "rollback" else None,
             at=utc_now(),
         )
