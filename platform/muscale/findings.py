@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import MANIFEST
 from proxy_models.training.numerics import Numerics
-from scaling import HorizonLaw, ScalingError, ScalingFit, StageLaw, Verdict
+from scaling import AxisLaw, HorizonLaw, ScalingError, ScalingFit, StageLaw, Verdict
 
 if TYPE_CHECKING:
     from proxy_models.coordinates.check import CoordinateCheck
@@ -160,13 +160,22 @@ class Stages:
 
     def ladder(self) -> pd.DataFrame:
         """Every annealed run, as `ladder.law_rows` gives them; raises StageError like `horizon`."""
-        config, best, horizon = self._contents.config, self.sweep().best, self.horizon()
+        config = self._contents.config
         self._finish("ladder", self.ladder_jobs())
-        return ladder.law_rows(self._contents.ledger.runs(), best, config.sweep.space, horizon, self.numerics)
+        return ladder.law_rows(
+            self._contents.ledger.runs(),
+            self.sweep().best,
+            config.sweep.space,
+            self.horizon(),
+            self.numerics,
+            ladder.ladder_models(config),
+            self._axis_laws(config),
+        )
 
     def ladder_jobs(self) -> list[Job]:
         """The ladder's runs, trained or not; raises StageError like `horizon`."""
-        return ladder.ladder_jobs(self._contents.config, self.numerics, self.sweep().best, self.horizon())
+        config = self._contents.config
+        return ladder.ladder_jobs(config, self.numerics, self.sweep().best, self.horizon(), self._axis_laws(config))
 
     def fit(self) -> ScalingFit:
         """The law L(N, D) of the ladder; raises StageError like `ladder`, or if no law can be fitted."""
@@ -201,19 +210,24 @@ class Stages:
             StageError: As `fit`, or if the budget can't be spent.
         """
         config, law, sweep = config or self._contents.config, self.fit(), self.sweep()
-        other_experts = any(name in config.plan.explicit for name in CARRIED_EXPERTS)
         plan = Planner(
             config,
             sweep.best,
             self.horizon(),
             law,
             batches=self.transfer().batch,
-            axis_laws=self.widest_transfer().axis_laws if other_experts else {},
+            axis_laws=self._axis_laws(config),
             stages=self.stage_law(),
             corpus=self._corpus(),
             winner=sweep.winner,
         ).plan()
         return as_registered(plan, self._contents.ledger)
+
+    def _axis_laws(self, config: StudyConfig) -> Mapping[str, AxisLaw | str]:
+        """Laws of the rate along axes of experts; none if all runs have the base's experts."""
+        shapes = (*config.ladder.stems, *config.plan.shapes)
+        other_experts = any(shape.n_experts for shape in shapes) or {*CARRIED_EXPERTS} & config.plan.explicit.keys()
+        return self.widest_transfer().axis_laws if other_experts else {}
 
     def _finished_sweep(self) -> SweepResult:
         ledger = self._contents.ledger
@@ -267,10 +281,12 @@ def ladder_schedules(contents: StudyContents) -> LadderSchedules | str:
     corpus = contents.corpus
     if corpus is None:
         return "the corpus is not written yet"
+    if len(ladder.mixtures_of(ladder.ladder_models(contents.config))) > 1:
+        return "the ladder has several numbers of experts, and the law of schedules does not know them"
     if corpus.mixture and len(corpus.mixture.stages) > 1:
         return "the corpus's stages change the loss along a run, and the law of schedules does not know them"
     try:
-        ladder = Stages(contents, lambda: corpus).ladder()
-        return LadderSchedules.of(contents.ledger, ladder, max_regret=contents.config.fit.max_regret)
+        rows = Stages(contents, lambda: corpus).ladder()
+        return LadderSchedules.of(contents.ledger, rows, max_regret=contents.config.fit.max_regret)
     except (StageError, ScalingError) as error:
         return str(error)

@@ -28,7 +28,7 @@ _LEAST_LOG = 0.0  # one parameter is the least that can be useful
 
 @dataclass(frozen=True, eq=False)
 class RepeatedTokens(Form):
-    """A form of a loss in N and D, evaluated at D' instead of D.
+    """A form of a loss in N, D and perhaps further columns, evaluated at D' instead of D.
 
     The form, as fitted to the ladder, determines the value of parameters beyond the best number for these tokens.
     """
@@ -36,7 +36,11 @@ class RepeatedTokens(Form):
     form: Form
 
     source = "Muennighoff et al. 2305.16264, sec. 3"
-    columns: ClassVar[tuple[str, ...]] = ("n_params", "n_tokens", "unique_tokens")
+
+    @property
+    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The form's, and unique_tokens."""
+        return (*self.form.columns, "unique_tokens")
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -55,7 +59,7 @@ class RepeatedTokens(Form):
 
     def loss(self, values: Values, rows: Mapping[str, Any]) -> Any:
         """Expected loss, nats per token."""
-        return self.form.loss(values, {"n_params": rows["n_params"], "n_tokens": _effective_tokens(values, rows)})
+        return self.form.loss(values, {**rows, "n_tokens": _effective_tokens(values, rows)})
 
 
 class RepeatedData(Form):

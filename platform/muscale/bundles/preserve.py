@@ -18,6 +18,7 @@ from muscale.full_runs.checkpoints.evaluated_checkpoints import LOSS, evaluated_
 from muscale.full_runs.promote.promotion import Promotion, recorded_promotion
 from muscale.layout import BUNDLES, FULL_RUNS
 from muscale.plans.plan import Plan
+from muscale.proxies.ladder import law_columns
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import Chain
@@ -25,7 +26,7 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.evaluation.measure import Score
 from proxy_models.recipes.segments import Segment
 from proxy_models.training.numerics import Numerics
-from scaling import Forecast, ScalingFit
+from scaling import ScalingFit
 
 
 def preserve(study: StudyContents, known: Findings, *, average: int = 1) -> Bundle:
@@ -162,15 +163,16 @@ def _lineage(study: StudyContents, known: Findings, plan: Plan, promotion: Promo
     if found.sweep:
         stages["sweep"] = found.sweep.to_dict()
     if found.fit:
-        stages["fit"] = _fit_of(found.fit, plan.forecast, caveats)
+        stages["fit"] = _fit_of(found.fit, plan, caveats)
     missing = [name for name, found in stages.items() if found is None]
     if missing:
         caveats.append(f"no longer known: {', '.join(missing)}; runs were added or settings changed since")
     return {**stages, "plan": plan.to_dict(), "promotion": promotion.to_dict(), "caveats": caveats}
 
 
-def _fit_of(fit: ScalingFit, registered: Forecast, caveats: list[str]) -> dict[str, Any]:
-    again = fit.forecast(registered.n_params, registered.n_tokens, level=registered.level)
+def _fit_of(fit: ScalingFit, plan: Plan, caveats: list[str]) -> dict[str, Any]:
+    registered, columns = plan.forecast, law_columns(fit, plan.model)
+    again = fit.forecast(registered.n_params, registered.n_tokens, level=registered.level, **columns)
     if abs(again.loss / registered.loss - 1) > 1e-9:
         caveats.append(
             f"the fit has changed since the plan: it now forecasts {again.loss:.6f}, not {registered.loss:.6f}"

@@ -53,12 +53,14 @@ def _whole(fit: ScalingFit | None) -> Section:
     return _of_fit(
         title="The law and its data",
         about="The law is fitted only to annealed runs near their best rate.",
-        result=f"L({'D' if fit.one_size else 'N, D'})  {fit.law.form.formula}, {fit.loss_unit}\n{fit.about}"
-        if fit
-        else None,
+        result=f"L({_variables(fit)})  {fit.law.form.formula}, {fit.loss_unit}\n{fit.about}" if fit else None,
         drawings=drawn(fit and fit.plot(), "predicted against measured loss, and residuals"),
         table=as_table(fit.intervals(0.9).rename_axis("parameter").reset_index() if fit else None),
     )
+
+
+def _variables(fit: ScalingFit) -> str:
+    return "D" if fit.one_size else ", ".join(("N", "D", *fit.law.form.columns[2:]))
 
 
 def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Section]:
@@ -91,7 +93,7 @@ def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Sec
         (
             "Best size and tokens against compute",
             "N, D and D/N on the frontier; the bands show their spread over the choice of fit and over bootstrap samples.",
-            fit.plot_allocation(),
+            fit.plot_allocation(**target.columns if target else {}),
         ),
         parameters,
     ]
@@ -99,7 +101,7 @@ def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Sec
         _whole(fit),
         *(_figure(*part) for part in figures),
         _profiles(fit),
-        _isoflops(fit, plan),
+        _isoflops(fit, plan, target),
         *_of_target(fit, plan, target),
     ]
 
@@ -113,7 +115,7 @@ def _of_target(fit: ScalingFit, plan: Mapping[str, Any] | None, target: Forecast
         title="Loss at other sizes",
         about="The forecast over sizes at the plan's compute; along the thick part the loss hardly changes.",
         drawings=drawn(
-            fit.plot_sizes([decision["budget_flops"]], decision["tolerance"]),
+            fit.plot_sizes([decision["budget_flops"]], decision["tolerance"], **target.columns),
             "loss against size at the plan's compute, with its flat part",
         ),
         table=as_table(pd.DataFrame(decision["near"])),
@@ -155,12 +157,13 @@ def _profiles(fit: ScalingFit) -> Section:
     )
 
 
-def _isoflops(fit: ScalingFit, plan: Mapping[str, Any] | None) -> Section:
+def _isoflops(fit: ScalingFit, plan: Mapping[str, Any] | None, target: Forecast | None) -> Section:
     """Return the law's loss over size at fixed budgets, and parabolas through the runs if the ladder has isoFLOP grids."""
     flops = (6.0 * fit.rows["n_params"] * fit.rows["n_tokens"]).astype(float)
     last = max(flops.max(), plan["compute_flops"] if plan else 0.0)
     budgets = [float(budget) for budget in np.geomspace(flops.median(), last, _BUDGETS)]
-    drawings = drawn(fit.plot_sizes(budgets, _WITHIN), "loss over size at fixed budgets, by the law")
+    columns = target.columns if target else {}
+    drawings = drawn(fit.plot_sizes(budgets, _WITHIN, **columns), "loss over size at fixed budgets, by the law")
     try:
         if len(fit.law.form.columns) > 2:
             raise ScalingError("its runs differ in more than size and length")

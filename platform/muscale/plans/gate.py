@@ -14,8 +14,8 @@ from muscale.commands import StudyCommands
 from muscale.errors import StageError
 from muscale.formatting import fold
 from muscale.plans.batch import FAR, BatchChoice
-from muscale.plans.expert_axes import AxisChange, laws_of
 from muscale.plans.provenance import HyperparameterProvenance
+from muscale.proxies.expert_axes import AxisChange, laws_of
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger, now
 from muscale.store.ledger_tables import ResultKind
@@ -142,15 +142,29 @@ def one_size_line(initial_weights: str) -> GateLine:
     return GateLine(name="transfer", status="passed", compared=f"{text}is carried over tokens by the horizon law")
 
 
-def experts_line(changes: tuple[AxisChange, ...], verdict: Verdict, *, experts: str, rule: str) -> GateLine:
+def experts_line(
+    changes: tuple[AxisChange, ...],
+    verdict: Verdict,
+    *,
+    experts: str,
+    rule: str,
+    of_ladder: tuple[AxisChange, ...] = (),
+) -> GateLine:
     """Whether the plan's rate is that of the verdict along each changed axis: kept after a pass, moved by a law, or stated.
 
     Args:
         experts: The full run's experts and its proxies'.
         rule: The plan's rule of the learning rate, which has the laws that moved it.
+        of_ladder: Changes from the base to runs of the ladder, whose rates are never stated.
     """
-    laws, stated = laws_of(changes, verdict.axis_laws), rule == "explicit"
+    laws, stated = laws_of((*changes, *of_ladder), verdict.axis_laws), rule == "explicit"
     found, uncovered, outdated = [], [], []
+    for change in of_ladder:
+        law, judged = laws.get(change), verdict.axis_verdicts.get(change.axis, "no grids")
+        if not law and judged != "pass":
+            uncovered.append(change.axis)
+        found.append(f"ladder, {change}: {f'by law: {law}' if law else judged}")
+    remedy = "" if uncovered else ", or set plan.explicit.learning_rate"
     for change in changes:
         law, judged = laws.get(change), verdict.axis_verdicts.get(change.axis, "no grids")
         basis = f"by law: {law}" if law else judged
@@ -160,12 +174,9 @@ def experts_line(changes: tuple[AxisChange, ...], verdict: Verdict, *, experts: 
         elif not stated and not law and judged != "pass":
             uncovered.append(change.axis)
         found.append(f"{change}: {'rate stated' if stated else basis}")
-    keys = " and ".join(f"transfer.{plural(axis)}" for axis in uncovered)
+    keys = " and ".join(f"transfer.{plural(axis)}" for axis in dict.fromkeys(uncovered))
     advice = [
-        *(
-            [f"measure it: {keys}, several sizes around the proxies', or set plan.explicit.learning_rate"]
-            * bool(uncovered)
-        ),
+        *([f"measure it: {keys}, several sizes around the proxies'{remedy}"] * bool(uncovered)),
         *(
             [f"make a new plan, whose rate follows the grids along {' and '.join(outdated)}: `muscale plan`"]
             * bool(outdated)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import pandas as pd
 from muscale.formatting import fold
 from muscale.plans.plan import Plan
 from muscale.plans.sizing import most_tokens
-from muscale.proxies.ladder import stem_lengths
+from muscale.proxies.ladder import ladder_models, law_columns, mixtures_of, stem_lengths
 from muscale.settings.config import StudyConfig
+from muscale.settings.plan import with_experts
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import MAX_EPOCHS
 from proxy_models.recipes.segments import chain
 from scaling import NextRuns, ScalingFit, candidate_runs, compute_flops, next_runs
+from scaling.forms.expert_law import SPARSITY
 from scaling.presentation import Result
 
 SHARE = 0.1
@@ -46,17 +49,20 @@ class NextStems(Result):
 
     @property
     def table(self) -> pd.DataFrame:
-        """A row for each run: d_model, n_params, n_tokens, cost_flops, spent_flops, variance_left, interval (width/forecast)."""
-        columns = ["d_model", "n_params", "n_tokens", "cost_flops", "spent_flops", "variance_left", "width"]
-        return self.result.runs[columns].rename(columns={"width": "interval"}).reset_index(drop=True)
+        """A row for each run: d_model, n_params, n_tokens, cost_flops, spent_flops, variance_left, interval (width/forecast).
+
+        Under a law of experts it also has n_experts.
+        """
+        runs = self.result.runs.drop(columns=SPARSITY, errors="ignore")
+        return runs.rename(columns={"width": "interval"}).reset_index(drop=True)
 
     @property
     def lines(self) -> tuple[str, ...]:
         """Each run as a line for `stems` of [ladder]."""
-        rows = self.table[["d_model", "n_tokens"]].itertuples(index=False)
-        return tuple(
-            f"{{ width = {int(width)}, n_tokens = {int(n_tokens)}, branches = 1 }}," for width, n_tokens in rows
-        )
+        keys = {"d_model": "width", "n_experts": "n_experts", "n_tokens": "n_tokens"}
+        rows = self.table[[name for name in keys if name in self.table]].to_dict("records")
+        stated = (", ".join(f"{keys[name]} = {int(value)}" for name, value in row.items()) for row in rows)
+        return tuple(f"{{ {of_stem}, branches = 1 }}," for of_stem in stated)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -134,6 +140,7 @@ def choose(
         n_runs=n_runs,
         width=width,
         level=config.plan.level,
+        **law_columns(fit, plan.model),
     )
     return NextStems(result=found, affordable_flops=affordable_flops, share=affordable_flops / plan.compute_flops)
 
@@ -143,28 +150,36 @@ def candidates(
 ) -> pd.DataFrame:
     """Return runs that could join the ladder: d_model, n_params, n_tokens in whole batches, cost_flops.
 
-    Widths are at least the smallest fitted and at most the plan's. Lengths are at least the shortest fitted, since a shorter run is
-    mostly warmup, and at most so many epochs that repeats hardly matter. Runs that the ladder (nearly) has would add nothing.
+    Under a law of experts they also have n_experts, one of the ladder's or the plan's, and the sparsity. Widths are at least the
+    smallest fitted and at most the plan's. Lengths are at least the shortest fitted, since a shorter run is mostly warmup, and at
+    most so many epochs that repeats hardly matter. Runs that the ladder (nearly) has would add nothing.
     """
+    columns, family = law_columns(fit, plan.model), config.family
     spread = candidate_runs(
-        fit, plan.n_params, plan.n_tokens, affordable_flops=affordable_flops, per_decade=_PER_DECADE
+        fit, plan.n_params, plan.n_tokens, affordable_flops=affordable_flops, per_decade=_PER_DECADE, **columns
     )
+    points = spread[["n_params", "n_tokens"]].drop_duplicates()
+    mixtures = mixtures_of([*ladder_models(config), plan.model])
+    families = [with_experts(family, n) for n in sorted(filter(None, mixtures))] if columns else [family]
     depths = (None, config.model.n_layers)  # the candidates have the base's depth
-    stems = [stem for stem in config.ladder.stems if stem.depth in depths]
-    taken = [(stem.width, length) for stem in stems for length in stem_lengths(stem)]
+    stems = [(stem.of(family), stem) for stem in config.ladder.stems if stem.depth in depths]
+    taken = [(model, length) for model, stem in stems for length in stem_lengths(stem)]
     shortest, longest = fit.n_tokens_range[0], most_tokens(corpus, MAX_EPOCHS, config.model.context_length)
     rows = []
-    for n_params, n_tokens in spread[["n_params", "n_tokens"]].itertuples(index=False):
-        model, length = config.family.for_params(n_params), plan.hyperparameters.whole_batches(n_tokens)
+    for members, (n_params, n_tokens) in product(families, points.itertuples(index=False)):
+        model, length = members.for_params(n_params), plan.hyperparameters.whole_batches(n_tokens)
         if fit.one_size not in (None, model.n_params):  # a size of another depth than the base's
             continue
         cost = float(compute_flops(model.n_params, length))
-        known = any(width == model.d_model and abs(math.log(length / other)) < _SAME for width, other in taken)
+        known = any(model == other and abs(math.log(length / tokens)) < _SAME for other, tokens in taken)
         if shortest <= length <= longest and cost <= affordable_flops and not known and _resolves(plan, length):
-            taken.append((model.d_model, float(length)))
-            rows.append((model.d_model, model.n_params, length, cost))
-    table = pd.DataFrame(rows, columns=["d_model", "n_params", "n_tokens", "cost_flops"])
-    return table.astype({"d_model": np.int64, "n_params": np.int64, "n_tokens": np.int64, "cost_flops": np.float64})
+            taken.append((model, float(length)))
+            of_experts = {"n_experts": getattr(model, "n_experts", None), **law_columns(fit, model)} if columns else {}
+            sizes = {"d_model": model.d_model, "n_params": model.n_params, "n_tokens": length}
+            rows.append({**sizes, "cost_flops": cost, **of_experts})
+    types = {"d_model": np.int64, "n_params": np.int64, "n_tokens": np.int64, "cost_flops": np.float64}
+    further = dict.fromkeys(("n_experts", *columns) if columns else ())
+    return pd.DataFrame(rows, columns=[*types, *further]).astype(types)
 
 
 def _resolves(plan: Plan, n_tokens: int) -> bool:

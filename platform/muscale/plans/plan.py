@@ -184,8 +184,9 @@ def format_decision(decision: dict[str, Any]) -> list[str]:
 
 
 def _shape(size: dict[str, Any]) -> str:
-    """Return the width, and the depth of named shapes; other shapes have the base's depth."""
-    return f"width {size['d_model']}" + (f", depth {size['n_layers']}" if "n_layers" in size else "")
+    """Return the width, and the depth and experts of named shapes; other shapes have those of the base."""
+    named = {"width": "d_model", "depth": "n_layers", "experts": "n_experts"}
+    return ", ".join(f"{name} {size[key]}" for name, key in named.items() if size.get(key) is not None)
 
 
 def _span(low: float, high: float) -> str:

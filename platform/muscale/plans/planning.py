@@ -10,11 +10,11 @@ from typing import Any
 
 from muscale.errors import StageError
 from muscale.plans.batch import BY_BATCH, BatchChoice, choose_batch
-from muscale.plans.expert_axes import AxisChange, axis_changes, laws_of
 from muscale.plans.plan import Plan, StageForecast, format_value
 from muscale.plans.provenance import HyperparameterProvenance, provenance_of
 from muscale.plans.sizing import repeats, size_for
-from muscale.proxies.ladder import tuned_for
+from muscale.proxies.expert_axes import AxisChange, axis_changes, laws_of, rate_factor
+from muscale.proxies.ladder import ladder_models, law_columns, mixtures_of, tuned_for
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import Shape, model_with_explicit, with_explicit
 from muscale.store.lineage import input_key
@@ -60,7 +60,9 @@ class Planner:
         config, decision, forecast = self.config, self.decision, self._forecast()
         kept = decision.stated_ratio or self.fit.one_size
         by_law = (
-            decision.n_params if kept else self.fit.ensemble.law.allocate(config.plan.budget.compute_flops).n_params
+            decision.n_params
+            if kept
+            else self.fit.ensemble.law.allocate(config.plan.budget.compute_flops, **self._columns).n_params
         )
         return Plan(
             key=self._key(),
@@ -129,9 +131,12 @@ class Planner:
     @cached_property
     def by_policy(self) -> Hyperparameters:
         """Values by the policy under which the ladder was trained, at the run's tokens and batch."""
-        tuned = self._at_batch(tuned_for(self.best, self.horizon, self.n_tokens))
-        factor = math.prod(law.factor(change.full, change.proxies) for change, law in self._along.items())
-        return replace(tuned, learning_rate=tuned.learning_rate * factor) if self._along else tuned
+        factor = rate_factor(self.model, self.config.model, self.axis_laws)
+        return self._at_batch(tuned_for(self.best, self.horizon, self.n_tokens, factor=factor))
+
+    @property
+    def _columns(self) -> dict[str, float]:
+        return law_columns(self.fit, self.model)
 
     @property
     def _along(self) -> dict[AxisChange, AxisLaw]:
@@ -202,7 +207,8 @@ class Planner:
         evidence = fit.rows.to_dict("list")
         chosen_by_law = None
         if fit.one_size is None:
-            chosen_by_law = config.family.for_params(fit.law.allocate(config.plan.budget.compute_flops).n_params)
+            wanted = fit.law.allocate(config.plan.budget.compute_flops, **self._columns).n_params
+            chosen_by_law = config.family.for_params(wanted)
         return input_key(
             config.model.to_dict(),
             self.hyperparameters.to_dict(),
@@ -223,7 +229,7 @@ class Planner:
 
         A different batch extends the interval on both sides by its possible effect.
         """
-        found = self.fit.forecast(self.model.n_params, self.n_tokens, level=self.config.plan.level)
+        found = self.fit.forecast(self.model.n_params, self.n_tokens, level=self.config.plan.level, **self._columns)
         wider = math.exp(self.batch.effect) if self.batch else 1.0
         reasons = (*found.reasons, *repeats(self.decision.epochs), *self._off_policy)
         return replace(found, low=found.low / wider, high=found.high * wider, reasons=reasons)
@@ -247,13 +253,17 @@ class Planner:
     @cached_property
     def _off_policy(self) -> tuple[str, ...]:
         """How the run departs from the fitted runs and from the policy under which they were trained, other than by its tokens."""
-        config, depth, batch = self.config, self.model.n_layers, self.batch
-        reasons = []
-        depths = {config.model.n_layers} | {stem.of(config.family).n_layers for stem in config.ladder.stems}
+        config, depth, batch, fitted = self.config, self.model.n_layers, self.batch, ladder_models(self.config)
+        reasons, depths = [], {model.n_layers for model in fitted}
         if depth not in depths:
-            fitted = ", ".join(map(str, sorted(depths)))
-            reasons.append(f"depth {depth}: the runs fitted have {fitted}; add ladder.stems of that depth")
+            found = ", ".join(map(str, sorted(depths)))
+            reasons.append(f"depth {depth}: the runs fitted have {found}; add ladder.stems of that depth")
+        if (experts := mixtures_of([self.model])) != mixtures_of(fitted) and not self._columns:
+            found, own = (", ".join(map(str, each)) for each in (mixtures_of(fitted), experts))
+            reasons.append(f"n_experts {own}: the runs fitted have {found}; add ladder.stems with other n_experts")
         for name, value in config.plan.explicit.items():
+            if name == "n_experts":
+                continue
             policy = getattr(self.by_policy, name, getattr(config.model, name, None))
             if value != policy:
                 reasons.append(
@@ -292,7 +302,9 @@ def _plain(decision: Decision, shapes: Sequence[Shape], family: ModelFamily[Memb
     for size in facts["near"]:
         model = named.get(size["n_params"])
         width = (model or family.for_params(size["n_params"])).d_model
-        near.append({**size, "d_model": width} | ({"n_layers": model.n_layers} if model else {}))
+        shape: dict[str, Any] = {"d_model": width} | ({"n_layers": model.n_layers} if model else {})
+        experts = {"n_experts": getattr(model, "n_experts", None)}
+        near.append({**size, **shape, **(experts if any(named.n_experts for named in shapes) else {})})
     return facts | {
         "near": near,
         "budget": decision.budget.terms or decision.budget.worth,

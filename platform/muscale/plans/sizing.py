@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from muscale.errors import StageError
+from muscale.proxies.ladder import law_columns
 from muscale.settings.plan import PlanSettings, Shape
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
@@ -47,13 +48,13 @@ def size_for(
     Raises:
         StageError: If serving alone costs the budget, or `plan.shapes` name another size than the ladder's only one.
     """
-    budget, law = settings.budget, fit.ensemble.law
+    budget, law, columns = settings.budget, fit.ensemble.law, law_columns(fit, family.base)
     named = [shape.of(family) for shape in settings.shapes]
     if fit.one_size is not None:
         named = [_kept(fit.one_size, family, named, shapes)]
     doubt = fit.unidentified(budget.compute_flops) if len(named) != 1 else None
     ratio = doubt.tokens_per_param if doubt else None
-    best = fit.one_size or law.allocate(budget.compute_flops).n_params
+    best = fit.one_size or law.allocate(budget.compute_flops, **columns).n_params
     wanted = float((budget.compute_flops / FLOPS_PER_PARAM_TOKEN / ratio) ** 0.5) if ratio else best
 
     def decided(law: Law | ScalingFit, reach: float, unique: float | None = None) -> Decision:

@@ -24,6 +24,7 @@ from muscale.errors import StageError
 from muscale.formatting import fold
 from muscale.plans.plan import Plan
 from muscale.plans.score_forecasts import task_laws
+from muscale.proxies.ladder import law_columns
 from muscale.settings.config import StudyConfig
 from muscale.settings.use_case import LOSS, UseCaseSettings
 from proxy_models.architecture.member import Member
@@ -31,8 +32,8 @@ from proxy_models.data.mixture import MAX_EPOCHS
 from scaling import Budget, ScalingError, ScalingFit, TaskLaw, accelerator, compute_flops
 from scaling.presentation import Result, number
 
-Reaches: TypeAlias = Callable[[float, float], float]
-"""Probability that the run of (n_params, n_tokens) reaches a target; NaN if its score has no forecast."""
+Reaches: TypeAlias = Callable[[Member, float], float]
+"""Probability that the run of a model on so many tokens reaches a target; NaN if its score has no forecast."""
 REACH = 100.0
 """Factor below and above the plan's compute within which the cheapest run is searched."""
 _PER_DECADE = 6  # budgets of the search; the first that reaches the targets is then refined
@@ -126,10 +127,10 @@ def card_of(config: StudyConfig, fit: ScalingFit, plan: Plan, ladder: pd.DataFra
     family, wanted, unique = config.family, plan.wanted_n_params, plan.decision["unique_tokens"]
     named = [plan.model] if fit.one_size else [shape.of(family) for shape in config.plan.shapes]
 
-    def doubts(n_params: float, n_tokens: float) -> tuple[str, ...]:
+    def doubts(size: Member, n_tokens: float) -> tuple[str, ...]:
         repeated = unique is not None and n_tokens > MAX_EPOCHS * unique
         epochs = (f"{n_tokens / unique:.3g} epochs over the corpus",) if repeated else ()
-        return (*fit.unsupported_reasons(n_params, n_tokens), *epochs)
+        return (*fit.unsupported_reasons(size.n_params, n_tokens, **law_columns(fit, size)), *epochs)
 
     return use_case_card(
         config.use_case,
@@ -165,7 +166,7 @@ def loss_target(fit: ScalingFit, plan: Plan, target: float) -> Reaches:
     A batch that differs from the proxies' counts as in the plan's interval: by its largest possible effect.
     """
     least = target / (math.exp(plan.batch.effect) if plan.batch else 1.0)
-    return lambda n_params, n_tokens: fit.forecast(n_params, n_tokens).probability(least)
+    return lambda size, n_tokens: fit.forecast(size.n_params, n_tokens, **law_columns(fit, size)).probability(least)
 
 
 def _ratios(ladder: pd.DataFrame | None) -> tuple[float, float]:
@@ -176,12 +177,12 @@ def _ratios(ladder: pd.DataFrame | None) -> tuple[float, float]:
     return float(ratio.min()) / FAR_RATIO, float(ratio.max()) * FAR_RATIO
 
 
-def _reached(law: TaskLaw | str, target: float, ratios: tuple[float, float], n_params: float, n_tokens: float) -> float:
+def _reached(law: TaskLaw | str, target: float, ratios: tuple[float, float], size: Member, n_tokens: float) -> float:
     """Probability that a score reaches its target; NaN if it has no forecast there."""
-    if isinstance(law, str) or not ratios[0] <= n_tokens / n_params <= ratios[1]:
+    if isinstance(law, str) or not ratios[0] <= n_tokens / size.n_params <= ratios[1]:
         return math.nan
     try:
-        return law.probability(n_params, n_tokens, target)
+        return law.probability(size.n_params, n_tokens, target)
     except ScalingError:
         return math.nan
 
@@ -191,18 +192,19 @@ def use_case_card(
     sizes: Sequence[Member],
     budget: Budget,
     targets: Mapping[str, Reaches],
-    doubts: Callable[[float, float], tuple[str, ...]] = lambda n_params, n_tokens: (),
+    doubts: Callable[[Member, float], tuple[str, ...]] = lambda size, n_tokens: (),
 ) -> UseCaseCard:
     """Compare sizes with a use case.
 
     Args:
         budget: compute of training in the table, with the devices that train.
         targets: the probability of each target.
-        doubts: why a forecast at (n_params, n_tokens) is unsupported.
+        doubts: why the forecast of a model on so many tokens is unsupported.
     """
     case = _Case(settings, budget, targets)
     able = [size for size in sizes if not case.broken(size)]
-    cheapest = case.cheapest(able)
+    best = case.best(able)
+    cheapest = None if best is None else {"compute_flops": best[1], **case.row(*best)}
     return UseCaseCard(
         settings=settings,
         compute_flops=budget.compute_flops,
@@ -210,7 +212,7 @@ def use_case_card(
         cheapest=cheapest,
         binding=case.binding(cheapest, sizes, able),
         searched=case.searched,
-        doubts=doubts(cheapest["n_params"], cheapest["n_tokens"]) if cheapest else (),
+        doubts=doubts(best[0], _tokens(*best)) if best else (),
     )
 
 
@@ -255,7 +257,7 @@ class _Case:
         return [name for name, is_broken in limits.items() if is_broken]
 
     def probabilities(self, size: Member, flops: float) -> dict[str, float]:
-        return {name: reached(size.n_params, _tokens(size, flops)) for name, reached in self.targets.items()}
+        return {name: reached(size, _tokens(size, flops)) for name, reached in self.targets.items()}
 
     def row(self, size: Member, flops: float) -> dict[str, Any]:
         """A row of `UseCaseCard.sizes`."""
@@ -276,13 +278,13 @@ class _Case:
             **{f"P({name})": chance for name, chance in chances.items()},
         }
 
-    def cheapest(self, sizes: Sequence[Member]) -> dict[str, Any] | None:
-        """The run of least compute that reaches all targets, as a row with its compute; None if no run does."""
+    def best(self, sizes: Sequence[Member]) -> tuple[Member, float] | None:
+        """The size and the compute of the cheapest run that reaches all targets; None if no run does."""
         best: tuple[Member, float] | None = None
         for size in sizes:
             if (flops := self.least(size, best[1] if best else self.searched[1])) is not None:
                 best = size, flops
-        return None if best is None else {"compute_flops": best[1], **self.row(*best)}
+        return best
 
     def least(self, size: Member, most: float) -> float | None:
         """The least compute, at most `most`, with which a size reaches all targets; None if it does not."""

@@ -5,9 +5,10 @@ The ladder and the full run follow one policy: muP across size, the horizon law 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pandas as pd
 
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
+from muscale.proxies.expert_axes import rate_factor
 from muscale.proxies.ladder_stages import stage_branches
 from muscale.proxies.measures import Measures
 from muscale.search.prior_runs import differs_in
@@ -32,7 +34,17 @@ from proxy_models.recipes.schedule import COOLING
 from proxy_models.recipes.segments import branch
 from proxy_models.recipes.segments import chain as chain_of
 from proxy_models.training.numerics import Numerics
-from scaling import HorizonLaw, RegretSurface, ScalingError, ScalingFit, fit, fit_regret_surface
+from scaling import (
+    AxisLaw,
+    HorizonLaw,
+    MixtureOfExperts,
+    RegretSurface,
+    ScalingError,
+    ScalingFit,
+    fit,
+    fit_regret_surface,
+)
+from scaling.forms.expert_law import SPARSITY
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Space, Uniform, is_log
 
 MAX_WARMUP = 2.1
@@ -45,13 +57,30 @@ loss (measured: widths 32 and 64, 0.5M tokens, two seeds each)."""
 
 
 def design(config: StudyConfig) -> pd.DataFrame:
-    """Return the runs of [ladder], a row each, for `scaling.simulate`: n_params, n_tokens, stem."""
+    """Return the runs of [ladder], a row each, for `scaling.simulate`: n_params, n_tokens, stem; with several mixtures, sparsity."""
     rows = [
-        (stem.of(config.family).n_params, length, number)
+        (model.n_params, length, number, model.sparsity)
         for number, (stem, _) in enumerate(product(config.ladder.stems, config.ladder.seeds))
+        for model in [stem.of(config.family)]
         for length in stem_lengths(stem)
     ]
-    return pd.DataFrame(rows, columns=["n_params", "n_tokens", "stem"])
+    table = pd.DataFrame(rows, columns=["n_params", "n_tokens", "stem", SPARSITY])
+    return table if len(mixtures_of(ladder_models(config))) > 1 else table.drop(columns=SPARSITY)
+
+
+def ladder_models(config: StudyConfig) -> list[Member]:
+    """Return the base and the models of the ladder, whose depths and numbers of experts the law covers."""
+    return [config.model, *(stem.of(config.family) for stem in config.ladder.stems)]
+
+
+def mixtures_of(models: Iterable[Member]) -> set[int | None]:
+    """Return the numbers of experts of these models; None for a dense model."""
+    return {getattr(model, "n_experts", None) for model in models}
+
+
+def law_columns(fit: ScalingFit, model: Member) -> dict[str, float]:
+    """Return the law's columns at a model other than its parameters and tokens: its sparsity under a law of experts."""
+    return {SPARSITY: model.sparsity} if SPARSITY in fit.law.form.columns else {}
 
 
 def stem_lengths(stem: Stem) -> list[float]:
@@ -85,27 +114,33 @@ def branches(
     return jobs
 
 
-def tuned_for(best: Hyperparameters, horizon: HorizonLaw, n_tokens: float) -> Hyperparameters:
-    """Return the sweep's best with the rate that the horizon law gives for a run of `n_tokens`."""
-    return replace(best, learning_rate=float(horizon.rate(n_tokens)))
+def tuned_for(best: Hyperparameters, horizon: HorizonLaw, n_tokens: float, *, factor: float = 1.0) -> Hyperparameters:
+    """Return the sweep's best with the rate that the horizon law gives for a run of `n_tokens`, times a factor."""
+    return replace(best, learning_rate=float(horizon.rate(n_tokens)) * factor)
 
 
 def ladder_jobs(
-    config: StudyConfig, numerics: Numerics, best: Hyperparameters, horizon: HorizonLaw | None
+    config: StudyConfig,
+    numerics: Numerics,
+    best: Hyperparameters,
+    horizon: HorizonLaw | None,
+    axis_laws: Mapping[str, AxisLaw | str] = MappingProxyType({}),
 ) -> list[Job]:
     """Return the ladder's runs. Each stem is tuned for the geometric mean of its branches' lengths, which is near all of them.
 
     Args:
         horizon: None where only the runs' cost matters; then all have the rate of `best`.
+        axis_laws: As of `Planner`, for stems with other experts than the base.
     """
     jobs = []
     for stem, seed in product(config.ladder.stems, config.ladder.seeds):
         lengths = stem_lengths(stem)
         middle = float(np.exp(np.mean(np.log(lengths))))
         member = replace(numerics, model=stem.of(config.family), seed=seed)
+        factor = rate_factor(member.model, config.model, axis_laws)
         of_stem = branches(
             member,
-            tuned_for(best, horizon, middle) if horizon else best,
+            tuned_for(best, horizon, middle, factor=factor) if horizon else best,
             lengths,
             tuned_at=middle,
             purpose="ladder",
@@ -139,21 +174,42 @@ def evaluated(jobs: Sequence[Job], measures: Measures, checkpoints: int) -> list
 
 
 def law_rows(
-    runs: pd.DataFrame, best: Hyperparameters, space: Space, horizon: HorizonLaw, numerics: Numerics
+    runs: pd.DataFrame,
+    best: Hyperparameters,
+    space: Space,
+    horizon: HorizonLaw,
+    numerics: Numerics,
+    models: Sequence[Member] = (),
+    axis_laws: Mapping[str, AxisLaw | str] = MappingProxyType({}),
 ) -> pd.DataFrame:
     """Return every annealed run with the columns for `scaling.fit`; `left_out` says why a run is not fitted ("" if it is).
+
+    If the models have several numbers of experts, the rows have a sparsity.
 
     The law describes the policy that the full run follows. `regret` is therefore the predicted distance of a run's loss from the
     policy's loss at the same size and length, in either direction. It is read from a surface fitted to the sweep and the rate
     grid. If these runs are too few for a surface, only the rate's regret is known, from the horizon law. Runs of an earlier
     revision of the study whose other settings differ from `best` and `numerics` are used for neither.
+
+    Args:
+        models: Models of the ladder (`ladder_models`); the runs of their depths and numbers of experts are fitted.
+        axis_laws: As of `ladder_jobs`.
     """
     rows = (
         runs[runs["loss"].notna() & ~runs["purpose"].isin(["full", "compare"])]
         .drop_duplicates("key")
         .reset_index(drop=True)
     )
-    at = _coordinates(rows, space, horizon)
+    fitted, rates = [numerics.model, *models], rows["learning_rate"].to_numpy()
+    columns = ["key", "purpose", "stem", "d_model", "learning_rate", "n_params", "n_tokens", "loss", "regret"]
+    if len(mixtures_of(fitted)) > 1:
+        trained = [Numerics.from_dict(row).model for row in rows["numerics"]]
+        rates = rates / [
+            rate_factor(model, numerics.model, axis_laws) for model in trained
+        ]  # those of the base's experts
+        rows[SPARSITY] = [model.sparsity for model in trained]
+        columns.append(SPARSITY)
+    at = _coordinates(rows.assign(learning_rate=rates), space, horizon)
     policy = _policy(best, space)
     foreign = [differs_in(row, best, space, numerics) for row in rows.to_dict("records")]
     tells = rows["purpose"].isin(["sweep", "transfer", "tune"]) & (np.array(foreign, dtype=object) == "")
@@ -161,24 +217,31 @@ def law_rows(
     if surface:
         rows["regret"] = np.abs(surface.regret(at, policy))
     else:
-        rows["regret"] = horizon.regret(rows["learning_rate"].to_numpy(), rows["n_tokens"].to_numpy())
+        rows["regret"] = horizon.regret(rates, rows["n_tokens"].to_numpy())
     rows["annealed"] = True
     searched = rows["purpose"].isin(["sweep", "tune"])
+    allowed = {
+        name: [*dict.fromkeys(model.to_dict().get(name) for model in fitted)] for name in ("n_layers", *CARRIED_EXPERTS)
+    }
     rows["left_out"] = [
         reason
         or ("the regret of its searched hyperparameters is not known" if unknown and surface is None else "")
-        or _left_out(row, best, space, numerics)
+        or _left_out(row, best, space, allowed)
         for row, reason, unknown in zip(rows.to_dict("records"), foreign, searched, strict=True)
     ]
-    columns = ["key", "purpose", "stem", "d_model", "learning_rate", "n_params", "n_tokens", "loss", "regret"]
     return rows[[*columns, "annealed", "left_out"]]
 
 
 def fit_law(rows: pd.DataFrame, settings: FitSettings, model: Member) -> ScalingFit:
-    """Fit the law L(N, D) to the rows of `law_rows` of models like this; raise StageError if no law can be fitted."""
+    """Fit the law L(N, D), or with a sparsity the law of experts, to the rows of `law_rows` of models like this.
+
+    Raises:
+        StageError: If no law can be fitted.
+    """
     try:
         return fit(
             rows,
+            form=MixtureOfExperts() if SPARSITY in rows else None,
             n_params_convention=model.n_params_convention,
             loss_unit=model.loss_unit,
             n_bootstrap=settings.n_bootstrap,
@@ -237,13 +300,12 @@ def _surface(at: pd.DataFrame, rows: pd.DataFrame) -> RegretSurface | None:
         return None
 
 
-def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space, numerics: Numerics) -> str:
-    if (depth := row["numerics"]["model"]["n_layers"]) != numerics.model.n_layers:
-        return f"its depth is {depth}, the policy's is {numerics.model.n_layers}"
-    ours = numerics.model.to_dict()
-    for name in CARRIED_EXPERTS:
-        if (value := row["numerics"]["model"].get(name)) != ours.get(name):
-            return f"its {name} is {value}, the policy's is {ours.get(name)}"
+def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space, allowed: Mapping[str, list[Any]]) -> str:
+    """Return why a run is not one of the policy; `allowed` has the values of the model that the ladder has."""
+    for name, values in allowed.items():
+        if (value := row["numerics"]["model"].get(name)) not in values:
+            called = "depth" if name == "n_layers" else name
+            return f"its {called} is {value}, the policy's is {' or '.join(map(str, values))}"
     for name, distribution in space.items():
         is_listed = isinstance(distribution, Choice | Ordinal) and not _is_rate(name, distribution)
         if is_listed and row["hyperparameters"][name] != getattr(best, name):

@@ -42,6 +42,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
         problems.append(f"ladder.seeds: must all differ, got {list(config.ladder.seeds)}")
     problems += _axis_errors(config)
     problems += _shape_errors(config)
+    problems += _mixture_errors(config)
     problems += _given_weights_errors(config)
     if not problems:
         problems += _wide_horizon_errors(config)
@@ -165,6 +166,20 @@ def _shape_errors(config: StudyTables) -> Iterator[str]:
             yield f"{key}: {error}"
 
 
+def _mixture_errors(config: StudyTables) -> Iterator[str]:
+    """Settings that have no law of experts, if ladder or plan name several numbers of experts."""
+    named = [stem.n_experts for stem in config.ladder.stems if stem.n_experts]
+    laws = {"scores": config.scores is not None, "ladder.stage_branches": config.ladder.stage_branches}
+    if named:
+        rule = "has no law of experts: leave n_experts out of ladder.stems"
+        yield from (f"{key}: {rule}, got {named[0]}" for key, is_set in laws.items() if is_set)
+    if config.variants and any(stem.n_experts for stem in config.compare.stems or config.ladder.stems):
+        yield "compare.stems: variants are compared at one number of experts: list stems without n_experts"
+    listed = [shape.n_experts for shape in config.plan.shapes if shape.n_experts]
+    if listed and (stated := config.plan.explicit.get("n_experts")):
+        yield f"plan.explicit.n_experts: plan.shapes have their own, got {stated} and {listed[0]}"
+
+
 def _given_weights_errors(config: StudyTables) -> Iterator[str]:
     """Settings that need other shapes or other initial values than given weights have."""
     if config.initial_weights is None:
@@ -180,9 +195,9 @@ def _given_weights_errors(config: StudyTables) -> Iterator[str]:
     shapes += [("compare.widths", Shape(width=width)) for width in config.compare.widths]
     shapes += [("plan.shapes", shape) for shape in config.plan.shapes]
     for key, shape in shapes:
-        if (shape.width, shape.depth or base.n_layers) != (base.d_model, base.n_layers):
+        if (shape.width, shape.depth or base.n_layers) != (base.d_model, base.n_layers) or shape.n_experts:
             rule = f"must have the shape of initial_weights, width {base.d_model} and depth {base.n_layers}"
-            yield f"{key}: {rule}, got {Shape(width=shape.width, depth=shape.depth)}"
+            yield f"{key}: {rule}, got {shape}"
     compared: dict[str, object] = {
         f"transfer.{plural(axis)}": sizes for axis, sizes in transfer.sizes.items() if axis != "width"
     }

@@ -30,17 +30,20 @@ OF_MODEL = dict.fromkeys(REGULARIZERS, float) | DECLARED
 
 
 class Shape(StrictTable):
-    """The width and depth of a member of the study's family."""
+    """The width and depth of a member of the study's family, and the number of experts of a mixture."""
 
     width: PositiveInt  # d_model
     depth: PositiveInt | None = None  # n_layers; none: the base's
+    n_experts: PositiveInt | None = None  # routed experts in a block of a mixture; none: the base's
 
     def of(self, family: ModelFamily[M]) -> M:
         """The member of the family with this shape; raises ValueError if the family has no such member."""
-        return family.at(width=self.width, depth=self.depth)
+        mixtures = family if self.n_experts is None else with_experts(family, self.n_experts)
+        return mixtures.at(width=self.width, depth=self.depth)
 
     def __str__(self) -> str:
-        return f"width {self.width}" + (f", depth {self.depth}" if self.depth else "")
+        further = {"depth": self.depth, "experts": self.n_experts}
+        return ", ".join([f"width {self.width}", *(f"{name} {value}" for name, value in further.items() if value)])
 
 
 class Stem(Shape):
@@ -149,6 +152,13 @@ def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
 def with_explicit(hyperparameters: Hyperparameters, explicit: Mapping[str, Any]) -> Hyperparameters:
     """Replace hyperparameters by the explicit values."""
     return replace(hyperparameters, **{name: v for name, v in explicit.items() if name not in OF_MODEL})
+
+
+def with_experts(family: ModelFamily[M], n_experts: int) -> ModelFamily[M]:
+    """Return the family's mixtures with so many experts; raise ValueError if its members are no mixtures, or not of so many."""
+    if not getattr(family.base, "n_experts", None):
+        raise ValueError(f"n_experts is for a mixture of experts, a model with model.n_experts; got {n_experts}")
+    return ModelFamily(base=model_with_explicit(family.base, {"n_experts": n_experts}))
 
 
 def model_with_explicit(model: M, explicit: Mapping[str, Any]) -> M:

@@ -17,26 +17,25 @@ from scipy.special import expit
 from muscale import StudyConfig
 from muscale.formatting import WIDTH
 from muscale.plans.planning import Planner
-from muscale.plans.use_case_card import UseCaseCard, card_of, loss_target, use_case_card
+from muscale.plans.use_case_card import Reaches, UseCaseCard, card_of, loss_target, use_case_card
 from muscale.settings.use_case import UseCaseSettings
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.member import Member
 from scaling import Budget, HorizonLaw, ScalingFit, fit_task
 
 SIZES = [ModelFamily(base=ModelConfig(d_model=64, n_layers=2)).at(width=width) for width in (64, 128, 256, 512, 1024)]
 H100 = Budget.of_days(10, "H100 SXM", 8)
 
 
-def card(
-    reached: Callable[[float, float], float] | dict[str, Any], budget: Budget = H100, **settings: Any
-) -> UseCaseCard:
+def card(reached: Reaches | dict[str, Any], budget: Budget = H100, **settings: Any) -> UseCaseCard:
     targets = reached if isinstance(reached, dict) else {"loss": reached}
     return use_case_card(UseCaseSettings(targets={"loss": 2.0}, **settings), SIZES, budget, targets)
 
 
-def by_compute(least: float) -> Callable[[float, float], float]:
+def by_compute(least: float) -> Reaches:
     """A target that is reached with .9 at this compute, at any size."""
-    return lambda n_params, n_tokens: float(expit(math.log(9) + math.log(6 * n_params * n_tokens / least)))
+    return lambda size, n_tokens: float(expit(math.log(9) + math.log(6 * size.n_params * n_tokens / least)))
 
 
 def test_memory_and_latency_are_those_by_hand() -> None:
@@ -63,9 +62,9 @@ def test_each_limit_excludes_the_sizes_beyond_it() -> None:
 def test_the_cheapest_run_is_the_planted_one() -> None:
     """The target is reached at 1e18 FLOPs at the third size, and needs more at sizes further from it."""
 
-    def reached(n_params: float, n_tokens: float) -> float:
-        away = math.log(n_params / SIZES[2].n_params) ** 2
-        return by_compute(1e18 * math.exp(away))(n_params, n_tokens)
+    def reached(size: Member, n_tokens: float) -> float:
+        away = math.log(size.n_params / SIZES[2].n_params) ** 2
+        return by_compute(1e18 * math.exp(away))(size, n_tokens)
 
     budget = Budget(compute_flops=1e19)
     run = card(reached, budget).cheapest
@@ -98,7 +97,7 @@ def test_what_binds_is_named() -> None:
 
 
 def test_a_target_without_a_forecast_is_not_reached() -> None:
-    found = card(lambda n_params, n_tokens: math.nan)
+    found = card(lambda size, n_tokens: math.nan)
     assert found.cheapest is None
     assert not found.sizes["meets_all"].any()
 
@@ -117,7 +116,8 @@ def test_targets_of_scores_are_those_of_a_planted_task() -> None:
     runs["accuracy"] = score(runs["n_params"] * runs["n_tokens"]) + 0.005 * rng.standard_normal(len(runs))
     law = fit_task(runs, n_params_convention="without embeddings", chance=0.25)
     found = card(
-        {"arithmetic.accuracy": lambda n, d: law.probability(n, d, 0.7)}, Budget(compute_flops=6 * middle * 10)
+        {"arithmetic.accuracy": lambda size, d: law.probability(size.n_params, d, 0.7)},
+        Budget(compute_flops=6 * middle * 10),
     )
     assert found.cheapest is not None
     truth = 6 * middle * math.exp(2 * (math.log(0.6 / 0.4) + 1))
@@ -171,7 +171,6 @@ def test_another_batch_counts_by_its_largest_effect(
     plan = Planner(config, config.hyperparameters, horizon, law).plan()
     assert plan.batch is not None
     assert plan.batch.effect > 0
-    n_params, n_tokens = plan.n_params, plan.n_tokens
-    assert loss_target(law, plan, plan.forecast.high)(n_params, n_tokens) == pytest.approx(0.95)
-    alone = loss_target(law, replace(plan, batch=None), plan.forecast.high)(n_params, n_tokens)
+    assert loss_target(law, plan, plan.forecast.high)(plan.model, plan.n_tokens) == pytest.approx(0.95)
+    alone = loss_target(law, replace(plan, batch=None), plan.forecast.high)(plan.model, plan.n_tokens)
     assert alone > 0.95

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 
 from muscale import StudyConfig, StudyFileError
-from muscale.plans.expert_axes import axis_changes, experts_text
 from muscale.plans.gate import experts_line
 from muscale.plans.plan import Plan
 from muscale.plans.planning import Planner
 from muscale.proxies import transfer
+from muscale.proxies.expert_axes import axis_changes, experts_text
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from scaling import AxisLaw, Verdict, fit_verdict
 from tests.muscale.planted import planted_fit, planted_horizon

@@ -36,6 +36,7 @@ from muscale.plans.band import Band, registered_band
 from muscale.plans.ladder_schedules import LadderSchedules
 from muscale.plans.plan import Plan
 from muscale.plans.sizing import epochs, repeats
+from muscale.proxies.ladder import law_columns
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
@@ -150,7 +151,7 @@ def second_forecast(
         band.offset if band else 0.0,
         last_stage_begins=_last_stage_begins(amendment),
     )
-    law = fit.forecast(plan.n_params, n_tokens, level=level)
+    law = fit.forecast(plan.n_params, n_tokens, level=level, **law_columns(fit, plan.model))
     of_batch = plan.batch.effect / interval_factor(level) if plan.batch else 0.0
     error, variance = _error(so_far.losses, band, law.log_scale + of_batch, lineage[0].tokens)  # both as in the plan
     by_curve, of_schedule = _by_own_curve(amendment, so_far, schedules, plan, level)

@@ -23,7 +23,6 @@ from muscale.plans.device_lines import (
     layout_line,
     memory_line,
 )
-from muscale.plans.expert_axes import axis_changes, experts_text
 from muscale.plans.gate import (
     Gate,
     GateLine,
@@ -44,6 +43,8 @@ from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_lay
 from muscale.plans.plan import Plan
 from muscale.plans.planning import data_hashes
 from muscale.plans.step_time import StepTime
+from muscale.proxies.expert_axes import axis_changes, experts_text
+from muscale.proxies.ladder import ladder_models
 from muscale.settings.config import StudyConfig
 from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.families import family_of
@@ -229,9 +230,12 @@ def _transfer(plan: Plan, config: StudyConfig, verdict: Verdict, check: Coordina
 
 def _experts(plan: Plan, config: StudyConfig, verdict: Verdict) -> Iterator[GateLine]:
     """The gate line about the axes of experts along which the run differs from its proxies, if there are any."""
-    if changes := axis_changes(plan.model, config.model):
+    of_run = axis_changes(plan.model, config.model)
+    of_ladder = {change: None for model in ladder_models(config) for change in axis_changes(model, config.model)}
+    if of_run or of_ladder:
         experts = experts_text(as_decoder(plan.model), as_decoder(config.model))
-        yield experts_line(changes, verdict, experts=experts, rule=plan.rules["learning_rate"])
+        rule = plan.rules["learning_rate"]
+        yield experts_line(of_run, verdict, experts=experts, rule=rule, of_ladder=tuple(of_ladder))
 
 
 def _memory(worker: PlannedWorker) -> tuple[MemoryEstimate | None, tuple[GateLine, GateLine]]:

@@ -45,6 +45,12 @@ def experts_text(full: ModelConfig, proxies: ModelConfig) -> str:
     return ", ".join(f"{name} {own:g} ({before:g} in proxies)" for name, own, before in named)
 
 
+def rate_factor(model: Member, proxies: Member, laws: Mapping[str, AxisLaw | str]) -> float:
+    """Return the factor on the learning rate of a mixture by the laws of the axes along which it differs from its proxies."""
+    along = laws_of(axis_changes(model, proxies), laws)
+    return math.prod(law.factor(change.full, change.proxies) for change, law in along.items())
+
+
 def laws_of(changes: tuple[AxisChange, ...], laws: Mapping[str, AxisLaw | str]) -> dict[AxisChange, AxisLaw]:
     """Return the law of each changed axis that has one and is followed to the full run's size."""
     return {
