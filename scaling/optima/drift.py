@@ -99,10 +99,11 @@ class Transfer(JsonResult):
     def about(self) -> str:
         """The drift with its interval, the cost, the verdict: a line each."""
         drift, low, high = (number(octaves, "+.2f") for octaves in (self.drift_octaves, *self.interval))
+        is_known = all(map(math.isfinite, self.interval))
         regret = number(self.regret_transferred, ".2%")
         return lines(
             {
-                "drift": f"{drift} octaves, 90 % within {low} to {high}",
+                "drift": f"{drift} octaves, " + (f"90 % within {low} to {high}" if is_known else "of unknown error"),
                 "regret": f"{regret} of the largest {self.along}'s loss given up by the smallest's optimum",
                 larger(self.along): "is better" if self.larger_is_better else "is not better",
                 "verdict": "; ".join((self.verdict, *self.reasons)),
