@@ -91,8 +91,12 @@ class Runs:
 
 
 def read_table(runs: Table) -> pd.DataFrame:
-    """Return the table, or the contents of its file; raise ValueError if the file is missing, unreadable or of no known kind."""
+    """Return the table, or the contents of its file; raise ValueError if it can't be read or has no plain columns."""
     if isinstance(runs, pd.DataFrame):
+        if (levels := runs.columns.nlevels) > 1:
+            raise ValueError(
+                f"the columns of runs must have one level of names, got {levels}, such as {runs.columns[0]!r}"
+            )
         return runs
     if (
         isinstance(runs, Sequence)

@@ -161,7 +161,9 @@ def layout_line(
         )
     shares = parallelism.data_ranks(workers)
     least, more = divmod(sequences, shares)
-    text = f"{sequences} sequences over {shares} workers" + (f" × {group}" if group > 1 else "") + in_stages
+    together = group * stages
+    groups = "" if together == 1 else f"group{'s' if shares > 1 else ''} of {together} "
+    text = f"{sequences} sequences over {shares} {groups}workers{in_stages}"
     parts = [f"{size} {what}" for what, size in shared.items()] if tensor > 1 else []
     if more:
         waits = 1 - sequences / (shares * (least + 1))
@@ -177,7 +179,7 @@ def _in_stages(parallelism: Parallelism, sequences: int, micro_batch: int) -> st
     number = pipeline.micro_batches(micro_batch)
     bubble = bubble_share(pipeline.schedule, pipeline.ranks, number)
     return (
-        f" × {pipeline.ranks}, {pipeline.n_stages} stages under {pipeline.schedule}: {number} micro-batches of "
+        f", {pipeline.n_stages} stages under {pipeline.schedule}: {number} micro-batches of "
         f"{sequences // number}, bubble {bubble:.0%} of a step"
     )
 

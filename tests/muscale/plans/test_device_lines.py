@@ -49,7 +49,7 @@ def test_shapes_divide_over_the_workers_and_a_batch_has_a_sequence_for_each_shar
     line = layout_line(shapes, sequences=64, workers=16, parallelism=Parallelism(tensor_parallel=4))
     assert (line.status, line.compared) == (
         "passed",
-        "64 sequences over 4 workers × 4, 12 heads, 2048 columns of the MLP",
+        "64 sequences over 4 groups of 4 workers, 12 heads, 2048 columns of the MLP",
     )
     cases = [
         (9, Parallelism(), "9 ranks need a sequence of a batch for each share, got 8", "take 4 or 8 workers"),
@@ -78,7 +78,7 @@ def test_a_pipeline_s_line_has_its_stages_micro_batches_and_bubble() -> None:
     line = layout_line({"heads": 12}, sequences=64, workers=16, parallelism=pipeline, micro_batch=4)
     assert (line.status, line.compared) == (
         "passed",
-        "64 sequences over 2 workers × 2 × 4, 4 stages under 1f1b: 8 micro-batches of 4, bubble 27% of a step, 12 heads",
+        "64 sequences over 2 groups of 8 workers, 4 stages under 1f1b: 8 micro-batches of 4, bubble 27% of a step, 12 heads",
     )
     looped = Parallelism(pipeline_parallel=4, pipeline_schedule="interleaved")
     assert "8 stages under interleaved: 16 micro-batches of 1, bubble 9%" in (

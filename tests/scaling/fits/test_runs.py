@@ -121,6 +121,13 @@ def test_errors_name_the_file(tmp_path: Path, name: str, content: bytes | None, 
         fitted(path)
 
 
+def test_columns_of_two_levels_are_refused(ladder: Ladder) -> None:
+    runs = ladder()
+    levels = pd.MultiIndex.from_product([["run"], runs.columns])
+    with pytest.raises(ValueError, match=r"columns.*\('run', 'n_params'\)"):
+        fitted(runs.set_axis(levels, axis=1))
+
+
 def test_a_list_of_dicts_is_a_table(ladder: Ladder) -> None:
     assert fitted(ladder().to_dict("records")).to_dict() == fitted(ladder()).to_dict()
     with pytest.raises(ValueError, match="runs .*a list of dicts.*got list"):
