@@ -114,6 +114,7 @@ def compare_variants(
         unit=unit,
         noise=now.noise,
         noise_dof=now.noise_dof,
+        baseline_diverged=int(rows.loc[rows["variant"] == baseline, "loss"].isna().sum()),
         baseline_loss=math.exp(now.law.log_loss(math.log(target))),
         table=judged,
         measured=_frame(

@@ -38,6 +38,7 @@ class Look:
         level: probability of the intervals.
         gains: gains of each variant with a finished run and losses above the floor of the baseline's law.
         unmeasured: reason why a variant has finished runs but no gains.
+        beyond: finished runs of each variant that are far from all of the baseline, and so are not compared.
         scales, chances: the grid of the noise and its posterior, [n_noises] each.
         noise_dof: degrees of freedom of the measured noise; 0 if no runs were repeated, so that the noise is assumed.
     """
@@ -48,6 +49,7 @@ class Look:
     law: Baseline
     gains: dict[str, Gains]
     unmeasured: dict[str, str]
+    beyond: dict[str, int]
     scales: Array
     chances: Array
     noise_dof: float
@@ -67,16 +69,19 @@ class Look:
         cells, own = _cells(rows)
         sd, dof = own.with_prior(*noise)
         law = Baseline.fitted(cells[cells["variant"] == baseline])
-        finished, gains, unmeasured = set(cells["variant"]), {}, {}
+        finished, gains, unmeasured, beyond = set(cells["variant"]), {}, {}, {}
         for name in (name for name in names if name in finished):
+            of_variant = cells[cells["variant"] == name]
+            compared = law.compares(of_variant)
+            beyond[name] = int(of_variant["runs"][~compared].sum())
             try:
-                gains[name] = Gains.measured(law, cells[cells["variant"] == name], name, own.seed_variance)
+                gains[name] = Gains.measured(law, of_variant[compared], name, own.seed_variance)
             except ScalingError as reason:  # the other variants still get a verdict
                 unmeasured[name] = str(reason)
         scales = sd * np.exp(np.linspace(-_NOISE_SPAN, _NOISE_SPAN, _N_NOISES))
         posterior = -dof * (np.log(scales) + sd**2 / (2 * scales**2))
-        for of_variant in gains.values():
-            posterior = posterior + np.logaddexp.reduce(of_variant.evidence(scales), axis=1)
+        for gain in gains.values():
+            posterior = posterior + np.logaddexp.reduce(gain.evidence(scales), axis=1)
         chances = np.exp(posterior - posterior.max())
         return cls(
             rows=rows,
@@ -85,6 +90,7 @@ class Look:
             law=law,
             gains=gains,
             unmeasured=unmeasured,
+            beyond=beyond,
             scales=scales,
             chances=chances / chances.sum(),
             noise_dof=own.dof,
@@ -115,6 +121,7 @@ class Look:
             "variant": name,
             "runs": len(runs),
             "diverged": self._diverged(name),
+            "beyond": self.beyond.get(name, 0),
             "sizes": 0,
             "flops": float(runs["flops"].max()),
             "reason": self.unmeasured.get(name, ""),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.errors import ScalingError
@@ -27,6 +28,9 @@ also bend. `qlabs_variants.csv`, where one gain turns, is 25 nats likelier with 
 degrees of freedom. The other tables of `tests/benchmarks/variants.py` change by less than half a nat; so does any share up to 1."""
 NOISE = (1e-3, 4.0)
 """Prior of the standard deviation of log loss between repeated runs: its value and its degrees of freedom."""
+BEYOND = 2.0
+"""Factor in compute beyond the baseline's finished runs up to which its law stands in for runs of its own: extrapolated from two of
+four sizes, 16 times below, it took a variant without effect for one worth 15 times its compute."""
 _N_SLOPES = 24  # grid points of the sum over slopes
 _BISECTIONS = 40  # halvings of the distance between the normals' quantiles: a part in 1e12 is left
 Seeds = tuple[tuple[tuple[str, str], ...], ...]
@@ -92,6 +96,12 @@ class Baseline:
         excess = np.exp(self.excess - self.gamma * (x - self.x0))
         return np.asarray(self.gamma * excess / (np.exp(self.floor) + excess))
 
+    def compares(self, cells: pd.DataFrame) -> NDArray[np.bool_]:
+        """Mask of the cells whose size the baseline has, or whose compute lies at most `BEYOND` times beyond its runs, [J]."""
+        x, labelled = np.log(cells["flops"].to_numpy()), cells["size"].isin([*filter(None, self.sizes)]).to_numpy()
+        beyond = np.maximum(x - self.x.max(), self.x.min() - x)
+        return np.asarray(labelled | (beyond <= math.log(BEYOND)))
+
     def between(self, x: Array, sizes: Sequence[str]) -> Array:
         """Weights of the K cells in the baseline's residual at J log computes, [J, K].
 
@@ -130,10 +140,15 @@ class Gains:
 
     @classmethod
     def measured(cls, law: Baseline, cells: pd.DataFrame, name: str, seed_variance: float) -> Gains:
-        """Measure m: baseline's compute at the variant's loss over the variant's compute; raises ScalingError below the floor.
+        """Measure m: baseline's compute at the variant's loss over the variant's compute.
 
         `seed_variance` is that of log loss from seed to seed which runs of one size and seed have in common.
+
+        Raises:
+            ScalingError: there is no cell, or a loss is below the floor.
         """
+        if cells.empty:
+            raise ScalingError(f"variant {name!r} has no run near one of the baseline: give both a common size")
         x = np.log(cells["flops"].to_numpy())
         weights = law.between(x, tuple(cells["size"]))
         y = cells["y"].to_numpy() - weights @ law.residual

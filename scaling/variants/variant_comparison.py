@@ -13,6 +13,7 @@ import pandas as pd
 from scaling.drawing import Figure
 from scaling.presentation import lines
 from scaling.serialization import JsonResult, OrNan, TableLayout
+from scaling.variants.posterior import BEYOND
 from scaling.variants.variant_figures import draw_changes, draw_looks, draw_variants
 from scaling.variants.verdicts import Outcome
 
@@ -32,11 +33,12 @@ class VariantComparison(JsonResult):
         noise_dof: degrees of freedom of the measured noise; 0 if no runs were repeated, so that the noise is assumed; NaN in results
             of earlier versions.
         baseline_loss: loss of the baseline at the target, by a power law with a floor.
-        table: by variant, at the look that decided the variant or else the last look: runs, diverged, sizes, flops (of the largest
-            run), change (log ratio of that run's loss to the baseline's at the same compute), change_low, change_high, multiplier
-            (median at the target), low, high, p_better = P(m > 1), p_worth = P(m > 1 + worth), look, verdict, reason
-            (why a variant with finished runs has no multiplier, else empty); and loss at the target by the baseline's law
-            of the last look.
+        baseline_diverged: diverged runs of the baseline.
+        table: by variant, at the look that decided the variant or else the last look: runs, diverged, beyond (runs that are not
+            compared, as no finished run of the baseline is near), sizes, flops (of the largest compared run), change (log ratio of
+            that run's loss to the baseline's at the same compute), change_low, change_high, multiplier (median at the target), low,
+            high, p_better = P(m > 1), p_worth = P(m > 1 + worth), look, verdict, reason (why a variant with finished runs has no
+            multiplier, else empty); and loss at the target by the baseline's law of the last look.
         measured: by variant and compute_flops: multiplier, low, high of that size alone, and change, log ratio of the losses.
         band: by variant and compute_flops, up to the target: multiplier, low, high.
         looks: by look and variant that was still undecided: multiplier, low, high, p_better, p_worth, verdict.
@@ -61,6 +63,7 @@ class VariantComparison(JsonResult):
     looks: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
     next_runs: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
     noise_dof: OrNan = math.nan
+    baseline_diverged: int = 0
     unit: str = ""
 
     @property
@@ -106,6 +109,13 @@ class VariantComparison(JsonResult):
         }
         for row in table[table["diverged"] > 0].to_dict("records"):
             about[f"diverged: {row['variant']}"] = f"{row['diverged']} of {row['runs']} runs; not promoted"
+        if self.baseline_diverged:
+            about[f"diverged: {self.baseline}"] = f"{self.baseline_diverged} runs; no variant is compared there"
+        beyond = table[table["beyond"] > 0] if "beyond" in table else table[:0]  # not in results of earlier versions
+        for row in beyond.to_dict("records"):
+            about[f"left out: {row['variant']}"] = (
+                f"{row['beyond']} runs more than {BEYOND:g} times in compute from all finished ones of {self.baseline}"
+            )
         for row in table[table["reason"] != ""].to_dict("records"):
             about[f"no verdict on {row['variant']}"] = row["reason"]
         for row in self.next_runs.to_dict("records"):

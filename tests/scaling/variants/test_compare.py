@@ -135,6 +135,25 @@ def test_a_diverged_run_forbids_a_promotion_and_a_variant_without_another_is_rej
     assert found.next_runs.empty, "no further run makes it one that may be promoted, and it is far from a rejection"
 
 
+@pytest.mark.parametrize("finished", [1, 2, 3])
+def test_runs_far_from_all_of_the_baseline_are_not_compared(finished: int) -> None:
+    """Against the law of two of four sizes, a variant without effect was worth 15 times its compute."""
+    rows = planted(1, {"none": 1.0}, noise=3e-4)
+    gone = (rows["variant"] == "baseline") & (rows["compute_flops"] > SIZES[finished - 1])
+    found = compare_variants(rows.assign(loss=rows["loss"].mask(gone)), "baseline")
+    (row,) = found.table.to_dict("records")
+    assert (found.baseline_diverged, row["beyond"], row["sizes"]) == (2 * (4 - finished), 2 * (4 - finished), finished)
+    assert row["verdict"] != "promote"
+    assert row["low"] < 1 < row["high"]
+    unpaired = compare_variants(rows[~gone], "baseline")
+    assert (unpaired.baseline_diverged, unpaired.table.loc[0, "beyond"]) == (0, row["beyond"])
+    alone = compare_variants(
+        rows[~gone & ((rows["variant"] == "baseline") | (rows["compute_flops"] == SIZES[-1]))], "baseline"
+    )
+    assert alone.verdict("none") == "undecided"
+    assert alone.table.loc[0, "reason"]
+
+
 def test_seeds_make_a_verdict_surer_and_the_next_runs_say_so() -> None:
     few = compare_variants(
         planted(3, {"slight": 1.03}, n_seeds=1, noise=2e-3), "baseline", target_flops=TARGET, noise=(2e-3, 20)
