@@ -194,9 +194,16 @@ def _right(task: ConfigurableTask, doc: Any) -> list[int]:
     """Numbers of the right choices."""
     choices = task.doc_to_choice(doc)
     given = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
-    right = [choices.index(one) if one in choices else one for one in (given if isinstance(given, list) else [given])]
-    if not right or not all(isinstance(one, int) and 0 <= one < len(choices) for one in right):
+    listed = given if isinstance(given, list) else [int(given) if isinstance(given, bool) else given]
+    right = [choices.index(one) if one in choices else one for one in listed]
+    if not right or not all(
+        isinstance(one, int) and not isinstance(one, bool) and 0 <= one < len(choices) for one in right
+    ):
         raise ValueError(f"doc_to_target must give texts or numbers of the {len(choices)} choices, got {given!r}")
+    if len({*right}) < len(right):
+        raise ValueError(
+            f"doc_to_target must name each right choice once, got {given!r}; marks of all choices are no numbers"
+        )
     return right
 
 

@@ -113,8 +113,8 @@ def _summary(values: Sequence[Any], aggregation: Callable[..., Any] | None) -> S
     is_mean = aggregation is None or getattr(aggregation, "__name__", "") == "mean"
     if is_mean and all(isinstance(value, Real) for value in values):
         return mean([float(value) for value in values])
-    if aggregation is None:
-        raise ValueError(f"a metric without an aggregation must have numbers, got {values[0]!r}")
+    if aggregation is None or is_mean:
+        raise ValueError(f"a metric whose mean is taken must have numbers, got {values[0]!r}")
     try:
         return float(aggregation(values)), None
     except OverflowError:  # a perplexity

@@ -19,7 +19,7 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.checks import names, numbers, positive, require_columns
 from scaling.downstream.family_posterior import OFFSET_FREEDOM, SETTLED, Numbers, Rows, draw
-from scaling.downstream.sigmoid import falls
+from scaling.downstream.sigmoid import falls, require_unit
 from scaling.errors import ScalingError
 from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.runs import Table, naming, read_runs
@@ -264,7 +264,8 @@ def fit_score(
         columns: as for `fit`.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or chance and ceiling don't lie between 0 and `most`.
+        ValueError: a column is missing or breaks its rule, or chance and ceiling don't lie between 0 and `most`, or are shares
+            while the metric is a percentage.
         ScalingError: there are fewer than eight rows with a score.
     """
     table = read_runs(runs, columns)
@@ -277,6 +278,7 @@ def fit_score(
         score = numbers(table, metric, inclusive=True)
         error = numbers(table, "standard_error", inclusive=True) if "standard_error" in table else np.zeros(len(table))
         family = names(table, "family") if "family" in table else np.full(len(table), "")
+    require_unit(metric, most, chance=chance, ceiling=ceiling)
     low, top = 0.0 if chance is None else chance, most if ceiling is None else ceiling
     if not 0 <= low < top <= most or score.max() > most:
         raise ValueError(

@@ -107,6 +107,16 @@ class DownstreamLaw(FittedResult):
         )
 
 
+def require_unit(metric: str, most: float, **bounds: float | None) -> None:
+    """Raise ValueError if a bound looks like a fraction while the metric is a percentage."""
+    for name, given in bounds.items():
+        if most >= PERCENT and given is not None and 0 < given < 1:
+            raise ValueError(
+                f"{name} must be in the unit of {metric}, whose maximum is {most:g}, got {given!r}: that looks like a fraction "
+                "(if it is not, divide the metric too and leave most at 1)"
+            )
+
+
 def fit_downstream(
     rows: pd.DataFrame,
     *,
@@ -140,12 +150,7 @@ def fit_downstream(
         raise ValueError(f"n_draws must be at least 2, got {n_draws}")
     if value.max() > most:
         raise ValueError(f"{metric} must be at most {most:g}, got {value.max():g}")
-    for name, given in (("chance", chance), ("ceiling", ceiling)):
-        if most >= PERCENT and given is not None and 0 < given < 1:
-            raise ValueError(
-                f"{name} must be in the unit of {metric}, whose maximum is {most:g}, got {given!r}: that looks like a fraction "
-                "(if it is not, divide the metric too and leave most at 1)"
-            )
+    require_unit(metric, most, chance=chance, ceiling=ceiling)
     low, top = 0.0 if chance is None else chance, most if ceiling is None else ceiling
     if not 0 <= low < top <= most:
         raise ValueError(f"chance and ceiling must keep 0 <= chance < ceiling <= {most:g}, got {low!r} and {top!r}")

@@ -199,6 +199,12 @@ def fit_task(
     if not min_ratio >= 0:
         raise ValueError(f"min_ratio must be at least 0, got {min_ratio!r}")
     ends, checkpoints = ends_and_checkpoints(runs, metric, columns)
+    if ends.empty and len(checkpoints):
+        nearest = checkpoints.loc[(checkpoints["tokens"] / checkpoints["n_tokens"]).idxmax()]
+        raise ValueError(
+            f"rows at the end of a run must have tokens = n_tokens, got none; the nearest has {nearest['tokens']:,.0f} of "
+            f"{nearest['n_tokens']:,.0f} tokens"
+        )
     try:
         signal = signal_to_noise(runs, metric, columns=columns)
     except ScalingError:

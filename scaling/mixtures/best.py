@@ -42,7 +42,7 @@ class BestMixture(JsonResult):
         losses: by target with a coefficient: the loss of a run of the mixture, low, high.
         value: expected objective of the mixture.
         low, high: interval of the objective of one run of the mixture.
-        best_run: row number of the run whose mixture, moved into the limits, has the least expected objective.
+        best_run: the table's name of the row of the run whose mixture, moved into the limits, has the least expected objective.
         best_run_value: expected objective of that mixture.
         unsupported: reasons why intervals at this scale were not validated; empty if they were.
         p_better: probability that the mixture's objective is below that of the best run's mixture, by the draws.
@@ -56,7 +56,7 @@ class BestMixture(JsonResult):
     value: float
     low: float
     high: float
-    best_run: int
+    best_run: str
     best_run_value: float
     p_better: float
     unsupported: tuple[str, ...] = ()
@@ -211,7 +211,7 @@ def best_mixture(
         value=value,
         low=value * math.exp(-half),
         high=value * math.exp(half),
-        best_run=best_run,
+        best_run=fit.rows[best_run] if fit.rows else str(best_run),
         best_run_value=float(values[best_run]),
         p_better=float((drawn[:, 0] < drawn[:, -1]).mean()),
         unsupported=fit.unsupported(wanted.scale),

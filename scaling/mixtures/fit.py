@@ -158,6 +158,7 @@ def fit_mixture(
         expected=np.column_stack(expected),
         deviations=np.column_stack(deviations),
         notes=table.notes,
+        rows=table.rows,
     )
 
 

@@ -37,6 +37,7 @@ class MixtureLaw(JsonResult):
         numbers: the fitted numbers of each target's process, [k, …] (`scaling.mixtures.domain_process`).
         expected, deviations: mean and standard deviation of g given the other runs, [judged, k], in the rows of `judged_rows`.
         notes: notes on rows of the table that were left out, and on columns that were read under another name.
+        rows: the caller's names of the fitted rows, [n]; empty in laws that earlier versions saved.
     """
 
     domains: tuple[str, ...]
@@ -48,6 +49,7 @@ class MixtureLaw(JsonResult):
     expected: Array = field(repr=False)
     deviations: Array = field(repr=False)
     notes: tuple[str, ...] = ()
+    rows: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def varying(self) -> tuple[str, ...]:
@@ -62,7 +64,10 @@ class MixtureLaw(JsonResult):
 
     @cached_property
     def left_out(self) -> pd.DataFrame:
-        """Each run's loss and its prediction from the other runs: row, domain, loss, predicted, z (in standard deviations of g)."""
+        """Each run's loss and its prediction from the other runs.
+
+        Columns: row (number among the fitted rows), domain, loss, predicted, z (in standard deviations of g).
+        """
         rows, tables = judged_rows(len(self.losses)), []
         for i, (name, process) in enumerate(zip(self.targets, self.processes, strict=True)):
             z = (process.response[rows] - self.expected[:, i]) / self.deviations[:, i]

@@ -15,6 +15,7 @@ from scaling.checks import numbers, require_columns, row_name
 from scaling.errors import TooFewRunsError
 from scaling.fits.as_found import NO_COLUMNS, NOTES
 from scaling.fits.checkpoints import last_of_runs
+from scaling.fits.recipes import is_recipe
 from scaling.fits.runs import LEAST_LOSS, MOST_COUNT, Table, naming, read_runs
 from scaling.fits.unfinished import finished
 
@@ -30,6 +31,9 @@ SPLIT = 0.75
 LEAST_RUNS = 5
 """Fewest runs that distinguish noise from the mixture's effect (assumed)."""
 
+_NO_NAMES = ("loss_scale",)
+"""Columns other than hyperparameters that begin with a prefix by chance."""
+
 Weights: TypeAlias = "Mapping[str, float] | pd.DataFrame | Array"
 """Mixtures: weights of one by domain, a table with a column for each domain, or an array [mixtures, domains] in the law's order."""
 
@@ -44,6 +48,7 @@ class Mixtures:
         weights: [n, m], each row summing to 1.
         losses: [n, k], finite and above 0.
         scales: n_params, n_tokens as far as the table has them; the caller's order of rows.
+        rows: the caller's names of the rows, n.
         notes: notes on rows that were left out, and on columns that were read under another name.
     """
 
@@ -52,6 +57,7 @@ class Mixtures:
     weights: Array
     losses: Array
     scales: pd.DataFrame
+    rows: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -97,6 +103,7 @@ def read_mixtures(
         weights=weights,
         losses=measured,
         scales=pd.DataFrame(scales, index=range(len(rows))),
+        rows=tuple(row_name(rows, number) for number in range(len(rows))),
         notes=tuple(rows.attrs[NOTES]),
     )
 
@@ -120,8 +127,11 @@ def mixtures_of(rows: pd.DataFrame, domains: tuple[str, ...], prefix: str = "") 
 def as_weights(weights: Weights, domains: tuple[str, ...]) -> Array:
     """Convert mixtures to an array in the law's order of domains, [mixtures, m]; raise ValueError like `mixtures_of`."""
     if isinstance(weights, pd.DataFrame):
-        prefixed = any(str(name).startswith(WEIGHT) for name in weights)
-        return mixtures_of(weights, domains, WEIGHT if prefixed else "")
+        named = [str(name) for name in weights]
+        prefixes = (name.removesuffix(domains[0]) for name in named if name.endswith(domains[0]))
+        complete = (prefix for prefix in prefixes if {prefix + domain for domain in domains} <= {*named})
+        usual = WEIGHT if any(name.startswith(WEIGHT) for name in named) else ""
+        return mixtures_of(weights, domains, next(complete, usual))
     if isinstance(weights, Mapping):
         require_known("weights", weights, domains)
         return mixtures_of(pd.DataFrame([dict.fromkeys(domains, 0.0) | dict(weights)]), domains)
@@ -184,7 +194,9 @@ def _refuse_split(others: pd.DataFrame, weights: Array, y: Array, scales: pd.Dat
 
 
 def _named(rows: pd.DataFrame, prefix: str) -> tuple[str, ...]:
-    found = sorted(str(name).removeprefix(prefix) for name in rows if str(name).startswith(prefix))
+    """Names after the prefix; a column such as weight_decay has none."""
+    prefixed = [str(name) for name in rows if str(name).startswith(prefix)]
+    found = sorted(name.removeprefix(prefix) for name in prefixed if name not in _NO_NAMES and not is_recipe(name))
     if not found:
         raise ValueError(f"need columns {prefix}DOMAIN, got {', '.join(map(str, rows.columns))}")
     return tuple(found)

@@ -29,7 +29,7 @@ degrees of freedom. The other tables of `tests/benchmarks/variants.py` change by
 NOISE = (1e-3, 4.0)
 """Prior of the standard deviation of log loss between repeated runs: its value and its degrees of freedom."""
 BEYOND = 2.0
-"""Factor in compute beyond the baseline's finished runs up to which its law stands in for runs of its own: extrapolated from two of
+"""Factor in compute beyond the baseline's finished runs up to which its law stands in for missing runs: extrapolated from two of
 four sizes, 16 times below, it took a variant without effect for one worth 15 times its compute."""
 _N_SLOPES = 24  # grid points of the sum over slopes
 _BISECTIONS = 40  # halvings of the distance between the normals' quantiles: a part in 1e12 is left

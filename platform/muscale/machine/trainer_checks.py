@@ -63,9 +63,11 @@ class _Checks:
         found = f"{len(whole.rows)} rows, loss {whole.loss:.4g} at {job.end:,} tokens"
         yield Finding(what="training", status="ok", found=found)
         yield self._same("repeat", [job], whole, "derive initial values and data order from `seed` only")
-        halves = [replace(job, end=job.end // 2), replace(job, start=job.end // 2)]
-        do = "save the state of model, optimizer and data at tokens.to, and start from it; take rates from `schedule`"
-        yield self._same("two segments", halves, whole, do)
+        batch = int(job.hyperparameters["batch_tokens"])
+        if half := job.end // batch // 2 * batch:  # segments begin and end with whole batches
+            halves = [replace(job, end=half), replace(job, start=half)]
+            do = "save the state of model, optimizer and data at tokens.to, and start from it; take rates from `schedule`"
+            yield self._same("two segments", halves, whole, do)
         yield self._killed(whole)
         yield self._differs("seed", replace(job, seed=job.seed + 1), whole)
         rate = job.hyperparameters["learning_rate"]

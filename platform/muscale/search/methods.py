@@ -13,13 +13,14 @@ from muscale.search.record import Round
 from muscale.search.schedulers import Asha, ToTheEnd
 from muscale.search.searchers import CmaEs, Draws, Grid, QuasiRandom, gaussian_process, tpe
 from muscale.settings.sweep import SweepSettings
+from proxy_models.architecture.member import NATS
 from search_spaces import Space
 
 MIN_PRIOR_RUNS = 5
 """Runs at other scales from which our own searcher is the better one (assumed: a grid of rates at one scale has as many)."""
 
 
-def make_scheduler(settings: SweepSettings, space: Space) -> Scheduler:
+def make_scheduler(settings: SweepSettings, space: Space, loss_unit: str = NATS) -> Scheduler:
     """Return the scheduler of a sweep over a space; raise StageError if a class of Ray Tune's can't be made from the study file."""
     top = settings.rungs - 1
     match settings.scheduler:
@@ -34,7 +35,7 @@ def make_scheduler(settings: SweepSettings, space: Space) -> Scheduler:
     from muscale.search.tune_scheduler import TuneScheduler  # it imports ray.tune, which takes seconds
 
     tune_scheduler(settings, space)  # raises now for a name or an argument that Tune refuses
-    return TuneScheduler(top=top, settings=settings, space=space)
+    return TuneScheduler(top=top, settings=settings, space=space, loss_unit=loss_unit)
 
 
 def resolve_searcher(settings: SweepSettings, prior_runs: pd.DataFrame) -> str:
@@ -53,6 +54,7 @@ def make_searcher(
     n_params: int,
     n_tokens: int,
     prior_runs: Callable[[], pd.DataFrame],
+    loss_unit: str = NATS,
 ) -> Searcher:
     """The searcher of a round, for a proxy of N parameters and trials of so many tokens at the last rung.
 
@@ -77,4 +79,4 @@ def make_searcher(
     from muscale.search.tune_searcher import TuneSearcher  # it imports ray.tune, which takes seconds
 
     top, first = settings.rungs - 1, search_round.first_trial
-    return TuneSearcher(settings, search_round.searcher, space, first_trial=first, top=top)
+    return TuneSearcher(settings, search_round.searcher, space, first_trial=first, top=top, loss_unit=loss_unit)

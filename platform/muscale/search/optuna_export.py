@@ -75,7 +75,7 @@ def _trial(
 ) -> FrozenTrial:
     rung = record.last_rung(number)
     config = record.config_at(number, rung) if rung >= 0 else record.configs[number]
-    space = record.rounds[record.round_of(number)].space
+    space = record.rounds[0].space  # Optuna keeps one space per study; later rounds are narrower
     if not space.contains(config):  # a population may have left its bounds on the way
         config = record.configs[number]
     params, distributions = optuna_params_of(space, config)

@@ -168,7 +168,7 @@ class Sweep:
         search_round = search_round or record.rounds[-1]
         allowed = self._budget(record, search_round)
         searcher = self.searcher or self._named_searcher(search_round)
-        scheduler = self.scheduler or make_scheduler(settings, search_round.space)
+        scheduler = self.scheduler or make_scheduler(settings, search_round.space, self.config.model.loss_unit)
         if settings.tune:
             require_known_arguments(settings, search_round.searcher)
         anneal_jobs = partial(self.anneal_jobs, record, on_run)
@@ -256,9 +256,14 @@ class Sweep:
         return searcher.describe_disagreements(RecordView(record, self.plan.top))
 
     def _named_searcher(self, search_round: Round) -> Searcher:
-        n_params, n_tokens = self.config.model.n_params, self.plan.rung_tokens[-1]
+        model = self.config.model
         return make_searcher(
-            search_round, self.config.sweep, n_params=n_params, n_tokens=n_tokens, prior_runs=self.prior_runs
+            search_round,
+            self.config.sweep,
+            n_params=model.n_params,
+            n_tokens=self.plan.rung_tokens[-1],
+            prior_runs=self.prior_runs,
+            loss_unit=model.loss_unit,
         )
 
     def _budget(self, record: Record, search_round: Round) -> SweepBudget:

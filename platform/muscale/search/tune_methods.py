@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from muscale.actors.work import LOSS
+from muscale.actors.work import LOSS, WORST_LOSS
 from muscale.errors import StageError
 from muscale.settings.strict import short_repr
 from muscale.settings.sweep import TUNE, SweepSettings, changeable
+from proxy_models.architecture.member import NATS
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Space, Uniform
 
 TIME = "relative_length"
@@ -29,23 +30,23 @@ _UNUSABLE = ("PopulationBasedTrainingReplay", "ResourceChangingScheduler")  # ne
 _SEEDS = ("seed", "random_state_seed", "random_state", "random_seed")
 
 
-_WORST = 10.0
-"""Nats per token, a uniform guess among 20,000 tokens. A divergence counts as ten times this or the highest loss so far, since Tune's
-methods take no infinity."""
+_HIGHEST = {NATS: 10.0}
+"""Highest loss of a run that trains, where it is known: a uniform guess among 20,000 tokens. A divergence counts as ten times this or
+the highest loss so far, since Tune's methods take no infinity."""
 
 
 class Reports:
     """Reports of rungs as Tune's methods read them, in the order in which the rungs ended."""
 
-    def __init__(self, settings: SweepSettings) -> None:
-        self._factor, self._worst = settings.reduction_factor, _WORST
+    def __init__(self, settings: SweepSettings, loss_unit: str) -> None:
+        self._factor, self._highest = settings.reduction_factor, _HIGHEST.get(loss_unit, 0.0)
 
     def of(self, rung: int, loss: float | None) -> dict[str, Any]:
         """Return the report of a rung; the loss is None after a divergence."""
-        self._worst = max(self._worst, loss or 0.0)
-        length = self._factor**rung
+        self._highest = max(self._highest, loss or 0.0)
+        length, worst = self._factor**rung, 10 * self._highest or WORST_LOSS
         return {
-            LOSS: 10 * self._worst if loss is None else loss,
+            LOSS: worst if loss is None else loss,
             "training_iteration": rung + 1,
             TIME: length,
             "hyperband_info": {"budget": length},
@@ -72,6 +73,10 @@ def tune_scheduler(settings: SweepSettings, space: Space) -> Any:
     }
     if settings.is_population and settings.tune.get("synch", True) is not True:
         raise StageError("sweep.tune.synch: must be true, because a member copies another at the same rung; got false")
+    if (time := settings.tune.get("time_attr", TIME)) not in (counted := (TIME, "training_iteration")):
+        raise StageError(
+            f"sweep.tune.time_attr: must be {' or '.join(counted)}, which count rungs; got {short_repr(time)}"
+        )
     scheduler = _made("scheduler", settings.scheduler, settings, defaults)
     scheduler.set_search_properties(LOSS, "min")
     return scheduler

@@ -29,6 +29,7 @@ class TuneScheduler(PreferenceScheduler):
 
     settings: SweepSettings
     space: Space
+    loss_unit: str
     _replays: list[_Replay] = field(default_factory=list, compare=False, repr=False)  # the latest
 
     def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
@@ -136,7 +137,7 @@ class _Replay:
         self._settings, self._space, self._top = of.settings, of.space, of.top
         self._begins_all_first = of.begins_all_first
         self._record, self._n_seen = record, 0
-        self._reports = Reports(of.settings)
+        self._reports = Reports(of.settings, of.loss_unit)
         self._controller, self._pending = _Controller(self), _TuneTrial(-1, {})
         self._chosen: _TuneTrial | None = None
 

@@ -29,8 +29,10 @@ class TuneSearcher:
         top: The last rung.
     """
 
-    def __init__(self, settings: SweepSettings, name: str, space: Space, *, first_trial: int, top: int) -> None:
-        self._settings, self._name, self._space = settings, name, space
+    def __init__(
+        self, settings: SweepSettings, name: str, space: Space, *, first_trial: int, top: int, loss_unit: str
+    ) -> None:
+        self._settings, self._name, self._space, self._loss_unit = settings, name, space, loss_unit
         self._first, self._top = first_trial, top
         self._fixed = {key: each.value for key, each in space.items() if isinstance(each, Fixed)}
         self.searcher = tune_searcher(settings, name, space)
@@ -47,7 +49,7 @@ class TuneSearcher:
 
     def _begin(self, events: Sequence[SweepEvent]) -> None:
         self._events, self._n_seen = events, 0
-        self._reports = Reports(self._settings)
+        self._reports = Reports(self._settings, self._loss_unit)
         self._proposed: dict[int, Config] = {}
         self._ids: dict[int, str] = {}  # of trials that the searcher knows and that have not ended
         self._resting: dict[int, dict[str, Any]] = {}  # last reports of trials that wait

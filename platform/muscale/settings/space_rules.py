@@ -11,7 +11,7 @@ from proxy_models.architecture.families import family_of
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Fixed, Ordinal, Space
 
-_FIXED_IN_A_SWEEP = ("batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction", "stages")
+FIXED_IN_A_SWEEP = ("batch_doublings", "batch_ramp_tokens", "schedule", "cooldown_fraction", "stages")
 _NO_SWAP = (
     "swapping the optimizer is for a single run; here runs of several lengths share a stem, and a law is fitted to them"
 )
@@ -37,7 +37,7 @@ def space_errors(config: StudyTables) -> Iterator[str]:
     for name in space:
         if name not in {field.name for field in fields(Hyperparameters)}:
             yield f"sweep.space.{name}: not a training hyperparameter"
-        elif name in _FIXED_IN_A_SWEEP:
+        elif name in FIXED_IN_A_SWEEP:
             yield f"sweep.space.{name}: rungs are compared at equal {name}; set it in [hyperparameters]"
         elif name in h.set_by_stages:
             yield f"sweep.space.{name}: hyperparameters.stages change it during the run; remove it from one of the two"

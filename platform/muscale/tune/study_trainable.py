@@ -19,6 +19,7 @@ from muscale.errors import StageError
 from muscale.search.sweep_jobs import history_from_json, history_of, history_to_json
 from muscale.search.sweep_steps import rung_loss
 from muscale.search.trial import TrialPlan
+from muscale.settings.space_rules import FIXED_IN_A_SWEEP
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import Ledger
@@ -27,7 +28,7 @@ from proxy_models.architecture.member import NATS, Member
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.stages import CHANGEABLE
 from proxy_models.training.guard import MOST_UNIFORMS
-from search_spaces import Config
+from search_spaces import Config, Space
 
 _CHECKPOINT = "segments.json"
 
@@ -35,6 +36,29 @@ _CHECKPOINT = "segments.json"
 def diverged_loss(model: Member) -> float:
     """Return what a divergence reports, since Tune takes no NaN: 10 ln V for nats per token, else more than any loss."""
     return MOST_UNIFORMS * math.log(model.vocab_size) if model.loss_unit == NATS else WORST_LOSS
+
+
+def trial_values(config: Mapping[str, Any], plan: TrialPlan, space: Space) -> Config:
+    """Return the active hyperparameters of a configuration, plain values.
+
+    Args:
+        space: The study's, whose conditions hold; values that the configuration leaves out are those of the plan.
+
+    Raises:
+        StageError: If a name is no hyperparameter, or all trials share its value, or the batch does not divide the rungs.
+    """
+    known = [field.name for field in fields(Hyperparameters)]
+    if unknown := [name for name in config if name not in known]:
+        raise StageError(f"tune: {unknown[0]} is not a hyperparameter; the hyperparameters are {', '.join(known)}")
+    if fixed := [name for name in config if name in FIXED_IN_A_SWEEP or name.startswith("swap_")]:
+        rule = "all trials have that of [hyperparameters], since rungs are compared at equal lengths"
+        raise StageError(f"tune: {fixed[0]}: {rule}; leave it out of param_space, got {config[fixed[0]]!r}")
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in config.items()}
+    if any(tokens % values.get("batch_tokens", 1) for tokens in plan.rung_tokens):
+        rungs = ", ".join(f"{tokens:,}" for tokens in plan.rung_tokens)
+        raise StageError(f"tune: batch_tokens: must divide the rungs of {rungs} tokens, got {values['batch_tokens']}")
+    inactive = {*space} - {*space.active({name: values.get(name, getattr(plan.defaults, name)) for name in space})}
+    return {name: value for name, value in values.items() if name not in inactive}
 
 
 class StudyTrainable(tune.Trainable):
@@ -57,7 +81,7 @@ class StudyTrainable(tune.Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Start another trial with the same worker."""
-        self._path, self._rung = history_of(self._hyperparameters(new_config)), 0
+        self._path, self._rung = history_of(trial_values(new_config, self._plan, self._settings.space)), 0
         return True
 
     def step(self) -> dict[str, Any]:
@@ -98,16 +122,6 @@ class StudyTrainable(tune.Trainable):
                 )
             donor = (*donor, (self._rung, own))
         self._path = donor
-
-    def _hyperparameters(self, config: Mapping[str, Any]) -> Config:
-        """The active hyperparameters of a configuration, plain values."""
-        known = [field.name for field in fields(Hyperparameters)]
-        if unknown := [name for name in config if name not in known]:
-            raise StageError(f"tune: {unknown[0]} is not a hyperparameter; the hyperparameters are {', '.join(known)}")
-        values = {name: value.item() if isinstance(value, np.generic) else value for name, value in config.items()}
-        space = self._settings.space
-        inactive = {*space} - {*space.active({name: values[name] for name in space if name in values})}
-        return {name: value for name, value in values.items() if name not in inactive}
 
     def _annealed(self) -> dict[str, Any]:
         """Train the annealed end, and note it as a run of the study."""

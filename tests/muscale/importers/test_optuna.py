@@ -291,6 +291,25 @@ def test_a_cancelled_trial_is_exported_as_one_that_was_stopped(swept: Sweep, tmp
     study._storage.remove_session()
 
 
+def test_a_narrowed_sweep_is_exported_with_the_space_of_its_first_round(swept: Sweep, tmp_path: Path) -> None:
+    """A value that a later round leaves out has no place in that round's space, and a rank would mean two values."""
+    rates = LogUniform(low=1e-3, high=1e-1)
+    rounds = [
+        (("adamw", "lion", "muon"), (0.9, 0.95, 0.98), ("lion", 0.98)),
+        (("adamw", "muon"), (0.95, 0.98), ("muon", 0.98)),
+    ]
+    record = swept.record()
+    for optimizers, betas, (optimizer, beta2) in rounds:
+        space = Space({"learning_rate": rates, "optimizer": Choice(values=optimizers), "beta2": Ordinal(values=betas)})
+        record.begin_round("random", space)
+        record.start({"learning_rate": 0.01, "optimizer": optimizer, "beta2": beta2}, 0)
+    export_optuna(swept, tmp_path / "sweep.db")
+    study = optuna.load_study(study_name="micro", storage=storage(tmp_path / "sweep.db"))
+    assert [trial.params["optimizer"] for trial in study.trials] == ["lion", "muon"]
+    assert [trial.params["beta2"] for trial in study.trials] == [2, 2]
+    study._storage.remove_session()
+
+
 @pytest.mark.skipif(find_spec("optuna_dashboard") is None, reason="needs optuna-dashboard, of muscale[dev]")
 def test_optuna_dashboard_opens_an_exported_sweep(swept: Sweep, tmp_path: Path) -> None:
     file = tmp_path / "sweep.db"

@@ -62,6 +62,14 @@ def test_a_program_that_keeps_the_protocol_passes(tmp_path: Path, capfd: pytest.
     assert f"running {program}" in refused.err
 
 
+def test_segments_of_an_odd_number_of_batches_meet_between_two(tmp_path: Path) -> None:
+    batch = JOB.hyperparameters["batch_tokens"]
+    job = replace(JOB, end=15 * batch)
+    checks = _Checks(command("none"), job, STALL_SECONDS, tmp_path).run()
+    found = next(finding for finding in checks if finding.what == "two segments")
+    assert found.status == "ok"
+
+
 @pytest.mark.soak
 def test_the_documented_loop_passes() -> None:
     loop = Path(__file__).parents[3] / "docs" / "own_trainer.py"

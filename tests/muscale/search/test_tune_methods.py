@@ -17,6 +17,7 @@ from muscale.search.engine import Engine
 from muscale.search.sweep_jobs import TrialSegment
 from muscale.search.tune_methods import Reports, require_known_arguments, tune_scheduler, tune_searcher
 from muscale.settings.sweep import SweepSettings
+from proxy_models.architecture.member import NATS
 from search_spaces import Choice, Config, LogUniform, Simplex, Space, Uniform
 from tests.quick import quick_and_soak
 
@@ -166,6 +167,8 @@ def test_a_sweep_that_is_begun_again_after_each_job_is_the_same(
         ("tune:ASHAScheduler", {"grace_period": -1}, "sweep.scheduler"),
         ("tune:PopulationBasedTraining", {"synch": False}, "sweep.tune.synch"),
         ("tune:PB2", {"quantile_fraction": 0.9}, "sweep.scheduler"),
+        ("tune:ASHAScheduler", {"time_attr": "time_total_s"}, "sweep.tune.time_attr"),  # it stopped no trial
+        ("tune:HyperBandScheduler", {"time_attr": "n_tokens"}, "sweep.tune.time_attr"),
     ],
 )
 def test_a_scheduler_that_tune_refuses_names_its_key(scheduler: str, arguments: dict[str, Any], named: str) -> None:
@@ -212,7 +215,12 @@ def test_an_argument_that_no_method_takes_is_refused_by_name(searcher: str, sche
 
 
 def test_a_divergence_is_worse_than_any_loss_so_far_in_every_metric() -> None:
-    reports = Reports(settings("random", "tune:ASHAScheduler"))
+    chosen = settings("random", "tune:ASHAScheduler")
+    reports = Reports(chosen, NATS)
     assert reports.of(0, None)["loss"] == 100
     assert reports.of(0, 320.0)["loss"] == 320
     assert reports.of(1, None)["loss"] == 3200
+    of_another_unit = Reports(chosen, "squared error")
+    assert of_another_unit.of(0, None)["loss"] == 1e9  # no loss so far tells the scale
+    assert of_another_unit.of(0, 0.2)["loss"] == 0.2
+    assert of_another_unit.of(0, None)["loss"] == pytest.approx(2)

@@ -15,10 +15,13 @@ from ray.tune.schedulers import ASHAScheduler, HyperBandScheduler, PopulationBas
 from ray.tune.search.optuna import OptunaSearch
 
 import muscale.tune
-from muscale import StageError, Study
+from muscale import StageError, Study, StudyConfig
 from muscale.layout import CURVES
+from muscale.search.sweep import trial_plan
 from muscale.store.ledger_tables import segments
-from search_spaces import Choice, Fixed, Integer, LogUniform, Ordinal, Simplex, Space, Uniform
+from muscale.tune.study_trainable import trial_values
+from proxy_models.training.numerics import Numerics
+from search_spaces import Choice, Condition, Fixed, Integer, LogUniform, Ordinal, Simplex, Space, Uniform
 
 SETTINGS = ["sweep.n_tokens=4096", "sweep.rungs=3", "resources.cpus_per_worker=0.5"]
 RATES = [0.004, 0.01, 0.02, 0.03]
@@ -101,6 +104,47 @@ def without_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cooldown_fraction": 0.5},
+        {"swap_optimizer": "lion", "swap_fraction": 0.5},
+        {"schedule": "cosine"},
+        {"batch_tokens": 3 * 1024},
+        {"rate": 0.1},
+    ],
+)
+def test_a_value_that_all_trials_share_is_refused_by_its_name(
+    make_study: Callable[[], Path], given: dict[str, Any]
+) -> None:
+    """Trials with other cooldowns trained the same segments, and had the same loss."""
+    config = StudyConfig.read(make_study(), SETTINGS)
+    plan = trial_plan(
+        config, Numerics(model=config.model, base=config.model, corpus_key="", seed=0, evaluation_tokens=1)
+    )
+    with pytest.raises(StageError) as refused:
+        trial_values({"learning_rate": 0.01, **given}, plan, config.sweep.space)
+    assert next(iter(given)) in str(refused.value)
+
+
+def test_a_condition_holds_for_values_that_the_space_of_a_tuner_leaves_out(make_study: Callable[[], Path]) -> None:
+    config = StudyConfig.read(make_study(), SETTINGS)
+    plan = trial_plan(
+        config, Numerics(model=config.model, base=config.model, corpus_key="", seed=0, evaluation_tokens=1)
+    )
+    space = Space(
+        {
+            "optimizer": Choice(values=("adamw", "lion")),
+            "weight_decay_tau": LogUniform(low=0.05, high=0.5, when=Condition.from_dict({"optimizer": ["adamw"]})),
+        }
+    )
+    config_of_tuner = {"learning_rate": 0.01, "weight_decay_tau": 0.1}
+    assert plan.defaults.optimizer == "adamw"
+    assert trial_values(config_of_tuner, plan, space) == config_of_tuner
+    lion = {**config_of_tuner, "optimizer": "lion"}
+    assert trial_values(lion, plan, space) == {"learning_rate": 0.01, "optimizer": "lion"}
 
 
 @pytest.mark.cluster

@@ -499,7 +499,18 @@ def test_missing_folders_and_tasks_are_named_with_the_known_ones(folder: Path, t
         _ = Tasks(folder=folder).key
 
 
-@pytest.mark.parametrize("answer", [2, "depth", []])
+def test_an_answer_of_yes_or_no_is_a_number(tmp_path: Path, corpus: Corpus) -> None:
+    metrics = {"metric_list": [{"metric": "acc"}]}
+    found = []
+    for name, answers in {"marked": (True, False), "numbered": (1, 0)}.items():
+        items = [{"question": "loss", "choices": ["rate", "width"], "answer": answer} for answer in answers]
+        write_task(tmp_path / name, items, **CHOICE | metrics)
+        scores = by_metric(Tasks(folder=tmp_path / name).measure(subject_of(corpus)), "choice")
+        found.append({metric: score.value for metric, score in scores.items()})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("answer", [2, "depth", [], [True, False], [1, 1], ["rate", "rate"]])
 def test_an_item_without_a_right_choice_is_refused(tmp_path: Path, corpus: Corpus, answer: Any) -> None:
     item = {"question": "loss", "choices": ["width", "rate"], "answer": answer}
     write_task(tmp_path, [item], **CHOICE | {"metric_list": [{"metric": "acc"}]})

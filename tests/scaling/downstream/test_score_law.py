@@ -142,6 +142,7 @@ def test_far_beyond_the_rows_is_doubtful(law: ScoreLaw) -> None:
         ({"standard_error": math.nan}, {}, "standard_error"),
         ({}, {"chance": 25}, "25"),
         ({}, {"chance": 0.5, "ceiling": 0.4}, "0.4"),
+        ({}, {"chance": 0.25, "most": 100.0}, "chance"),  # a share while the score is a percentage
     ],
 )
 def test_bad_input_is_named(change: dict[str, float], options: dict[str, float], named: str) -> None:

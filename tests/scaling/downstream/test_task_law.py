@@ -208,6 +208,11 @@ def test_bad_arguments_are_named(table: pd.DataFrame, options: dict[str, Any], n
         fitted(table, **options)
 
 
+def test_a_table_without_the_ends_of_runs_is_refused(table: pd.DataFrame) -> None:
+    with pytest.raises(ValueError, match="n_tokens"):
+        fitted(table.assign(tokens=np.floor(0.999 * table["tokens"])))
+
+
 @pytest.mark.parametrize("value", [0.0, 0.25, 1.0])
 def test_a_score_that_never_moves_has_no_forecast(table: pd.DataFrame, value: float) -> None:
     law = fitted(table.assign(accuracy=value))

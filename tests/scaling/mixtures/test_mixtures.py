@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +90,42 @@ def test_the_best_mixture_is_near_the_planted_one_and_within_its_limits(law: Mix
     assert bound["web"] <= 0.2 + 1e-9
     assert sum(bound.values()) == pytest.approx(1, abs=1e-6)
     assert free.value <= law.best(wanted, bounds={"code": (0.6, 1.0)}).value
+
+
+def test_the_best_run_has_the_name_of_its_row(law: MixtureFit) -> None:
+    found = law.best(seed=0)
+    runs = table().set_axis([f"run {i}" for i in range(60)])
+    runs.loc[["run 0", "run 1"], f"loss_{TARGETS[0]}"] = np.nan
+    assert found.best_run == str(int(found.best_run))
+    best = fit_mixture(runs).best(seed=0)
+    assert best.best_run == repr(f"run {found.best_run}")
+
+
+def test_columns_of_hyperparameters_are_neither_domains_nor_targets(law: MixtureFit) -> None:
+    found = fit_mixture(table().assign(weight_decay=0.001, loss_scale=65536.0))
+    assert (found.domains, found.targets) == (law.domains, law.targets)
+
+
+def test_a_table_of_mixtures_may_have_any_prefix(law: MixtureFit) -> None:
+    mixtures = table(4, seed=5).filter(like="weight_")
+    other = mixtures.rename(columns=lambda name: name.replace("weight_", "p_"))
+    pd.testing.assert_frame_equal(law.predict(other), law.predict(mixtures))
+
+
+def test_the_documented_search_for_a_mixture_uses_the_runs_it_trains() -> None:
+    page = (Path(__file__).parents[3] / "docs/mixtures.md").read_text()
+    (loop,) = (block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "while (" in block)
+    one_step = loop.replace("while (", "if (").replace("pile_cc", TARGETS[0]).replace("> 0.001", "> 0")
+
+    def train(mixture: dict[str, float]) -> dict[str, float]:
+        weights = np.array([mixture[f"weight_{name}"] for name in DOMAINS])
+        measured = losses(weights[None], mixture.get("n_params", 1e7))[0]
+        return {f"loss_{name}": float(value) for name, value in zip(TARGETS, measured, strict=True)}
+
+    for runs in (table(12), table(12, sizes=(1e7, 1e8))):
+        names = {"runs": runs, "train": train, "pd": pd}
+        exec(one_step, names)
+        assert len(fit_mixture(names["runs"]).weights) == len(runs) + 4
 
 
 def test_a_single_target_wants_its_own_data(law: MixtureFit) -> None:
