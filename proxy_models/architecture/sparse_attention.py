@@ -115,7 +115,7 @@ def attend_within(
     def biased(score: Tensor, _batch: Tensor, head: Tensor, at_query: Tensor, at_key: Tensor) -> Tensor:
         return score + cast(Tensor, of_queries)[head, at_query, at_key]
 
-    mixed = _compiled_flex()(
+    mixed = _flex(
         *(states.transpose(1, 2) for states in (query, key, value)),
         score_mod=None if bias is None else biased,
         block_mask=documents,
@@ -125,9 +125,16 @@ def attend_within(
     return cast(Tensor, mixed.transpose(1, 2))
 
 
+def _flex(*arguments: Any, **options: Any) -> Any:
+    """Run FlexAttention in its fused kernel, since an eager FlexAttention keeps all scores."""
+    if torch.compiler.is_compiling():  # fused with the model
+        return flex_attention(*arguments, **options)
+    with torch.compiler.set_stance("default"):  # compiled models are evaluated with compilation switched off
+        return _compiled_flex()(*arguments, **options)
+
+
 @cache
 def _compiled_flex() -> Any:
-    """Return the fused kernel of FlexAttention even if the model is not compiled, since an eager FlexAttention keeps all scores."""
     return torch.compile(flex_attention)
 
 

@@ -5,8 +5,8 @@ Then whole steps on fake tensors of that H100, uncompiled as optimizers are: wha
     make lowering
 
 It needs Linux, gcc and torch's CUDA build, for which the Makefile makes a separate environment (5.5 GB); no GPU and no driver.
-Exits with 1 if a case has more than one graph, attention by another kernel than FlashAttention, a kernel that ptxas refuses, or if a
-step waits.
+Exits with 1 if a case has more graphs than kinds of blocks, attention by another kernel than FlashAttention, or FlexAttention within
+windows, a kernel that ptxas refuses, or if a step waits.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, get_args
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from proxy_models.architecture.attention import cuda_kernel
@@ -54,7 +55,21 @@ H100 = SimpleNamespace(
 DEVICE = torch.device("cuda", 0)
 SHAPE = ModelConfig(d_model=2048, n_layers=2, head_dim=128, mlp_ratio=2.75, vocab_size=50_304, context_length=2048)
 _FLASH = "_scaled_dot_product_flash_attention"
+_FLEX = "flex_attention"
 _OF_ATTENTION = re.compile(r"^ .*torch\.ops\.aten\.(_scaled_dot_product_\w+|_softmax)", re.MULTILINE)
+_FUSED = {name: {name, f"{name}_backward"} for name in (_FLASH, _FLEX)}
+MODELS = {  # with the attention that each has, and the graphs of its blocks
+    "equal heads": (SHAPE, _FUSED[_FLASH], 1),
+    "grouped heads": (replace(SHAPE, queries_per_kv=4), _FUSED[_FLASH], 1),
+    "documents": (replace(SHAPE, document_separator=0), _FUSED[_FLEX], 1),
+    "window": (replace(SHAPE, attention_window=512), _FUSED[_FLEX], 1),
+    "every second window": (
+        replace(SHAPE, attention_window=512, global_attention_every=2),
+        _FUSED[_FLASH] | _FUSED[_FLEX],
+        2,
+    ),
+    "experts": (replace(SHAPE, n_experts=8, experts_per_token=2, expert_ratio=1.0), _FUSED[_FLASH], 1),
+}
 _SWITCHES = {
     "torch._inductor.config.compile_threads": 1,
     "torch._inductor.config.fx_graph_cache": False,
@@ -100,6 +115,9 @@ class Lowered:
         def written(source: str, *rest: Any, **named: Any) -> Any:
             if "async_compile" in source:
                 self.attention.update(_OF_ATTENTION.findall(source))
+                self.attention.update(
+                    re.findall(rf"'kernel_name': 'triton_tem_fused\w*?({_FLEX}(?:_backward)?)", source)
+                )
             return write(source, *rest, **named)
 
         def precompile(tuner: Any, *_: Any, **__: Any) -> None:
@@ -249,10 +267,14 @@ def stepped(optimizer: OptimizerName, *, guarded: bool) -> HostWaits:
 
 def _model(config: ModelConfig) -> Decoder:
     """A decoder on the device, in bf16, of values that nobody drew."""
-    with torch.device(DEVICE), patch("torch.nn.init.kaiming_uniform_"), patch("torch.nn.init.normal_"):
+    with torch.device(DEVICE), patch("torch.nn.init.kaiming_uniform_"), patch("torch.nn.init.normal_", _undrawn):
         model = Decoder(config)
     model.compute_dtype = torch.bfloat16
     return model
+
+
+def _undrawn(tensor: Tensor, **_: Any) -> Tensor:
+    return tensor
 
 
 def kernels_as_ruled() -> list[str]:
@@ -288,18 +310,19 @@ def main() -> int:
     failed = kernels_as_ruled()
     print("\n".join(failed) or "attention's kernels: as ruled", flush=True)
     print(
-        "| heads | checkpointing | compiled | graphs | kernels to cubin | attention |\n| --- | --- | --- | --- | --- | --- |"
+        "| model | checkpointing | compiled | graphs | kernels to cubin | attention |\n| --- | --- | --- | --- | --- | --- |"
     )
-    for grouped, checkpointing, whole in product((False, True), get_args(Checkpointing), (True, False)):
-        found = lowered(replace(SHAPE, queries_per_kv=4 if grouped else 1), checkpointing, whole=whole)
+    for (name, (config, fused, kinds)), checkpointing, whole in product(
+        MODELS.items(), get_args(Checkpointing), (True, False)
+    ):
+        found = lowered(config, checkpointing, whole=whole)
         print(
-            f"| {'grouped' if grouped else 'equal'} | {checkpointing} | {'whole' if whole else 'blocks'} | {found.graphs} "
+            f"| {name} | {checkpointing} | {'whole' if whole else 'blocks'} | {found.graphs} "
             f"| {found.kernels} | {', '.join(sorted(found.attention))} |",
             flush=True,
         )
-        fused = {_FLASH, f"{_FLASH}_backward"}
-        if found.graphs != 1 or found.attention != fused or found.refused or not found.kernels:
-            failed.append(str(vars(found)))
+        if found.graphs != (1 if whole else kinds) or found.attention != fused or found.refused or not found.kernels:
+            failed.append(f"{name}, {checkpointing}, {'whole' if whole else 'blocks'}: {vars(found)}")
     loss = lowered_loss()
     print(f"the loss of a chunk: {loss.graphs} graphs, {loss.kernels} kernels to cubin", flush=True)
     if loss.graphs != 2 or loss.refused or not loss.kernels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -18,6 +19,7 @@ from proxy_models.architecture.decoder import Block, Decoder, alibi_bias, next_t
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.memory import Checkpointing
 from proxy_models.architecture.sparse_attention import number_documents, visible_blocks
+from proxy_models.importable import mend_torchvision
 
 SEPARATOR = 0
 MODEL = ModelConfig(d_model=32, n_layers=2, head_dim=8, vocab_size=16, context_length=40, document_separator=SEPARATOR)
@@ -274,6 +276,40 @@ def test_a_gpu_mixes_what_a_cpu_does(
     ):
         # By the norm: where a document is one token long, a query's gradient is a difference of equal numbers.
         assert torch.dist(theirs.cpu().float(), ours.float()) <= tolerance["rtol"] * ours.float().norm()
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about torch's own code
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_flex_attention_is_part_of_a_compiled_model_s_graph() -> None:
+    """As on a GPU. Lightning wraps torch.compile, and Dynamo can't trace a call of its wrapper inside a model."""
+    mend_torchvision()
+    import_module("lightning")
+    torch.manual_seed(0)
+    states = [torch.randn(1, 200, 2, 16) for _ in range(3)]
+    blocks = visible_blocks(None, 50, 200, CPU)
+
+    def attention(*of: Tensor) -> Tensor:
+        return attend(*of, bias=None, dropout=0.0, documents=blocks, window=50)
+
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*states), attend(*states, bias=None, dropout=0.0, documents=None, window=50))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_flex_attention_stays_fused_where_a_compiled_model_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def compiler(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    fused = torch.compile(flex_attention, backend=compiler)
+    monkeypatch.setattr(sparse_attention, "_compiled_flex", lambda: fused)
+    states = [torch.randn(1, 200, 2, 16) for _ in range(3)]
+    with torch.compiler.set_stance("force_eager"):
+        attend(*states, bias=None, dropout=0.0, documents=visible_blocks(None, 50, 200, CPU), window=50)
+    assert len(graphs) == 1
 
 
 @pytest.mark.compiler
