@@ -25,6 +25,12 @@ ROW_ENTRIES = 8
 """Entries of a row that the grouped product of a GPU takes at once: 16 bytes in bf16."""
 
 
+def _whole(width: int, ratio: float) -> int | None:
+    """Return width * ratio, None if it is no whole number; a decimal ratio such as 2.7 may miss it by its rounding."""
+    product = width * ratio
+    return round(product) if math.isfinite(product) and math.isclose(product, round(product), rel_tol=1e-12) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Member):
     """A pre-norm decoder and its variants; the defaults are the family of today's open models.
@@ -126,7 +132,7 @@ class ModelConfig(Member):
             raise ValueError(
                 f"queries_per_kv must divide the {self.n_heads} heads of d_model={self.d_model}, got {self.queries_per_kv}"
             )
-        if self.mlp_ratio <= 0 or not float(self.d_model * self.mlp_ratio).is_integer():
+        if self.mlp_ratio <= 0 or _whole(self.d_model, self.mlp_ratio) is None:
             raise ValueError(f"d_model * mlp_ratio must be a whole number, got {self.d_model} * {self.mlp_ratio}")
         for name, allowed in (("activation", Activation), ("norm", Norm), ("positions", Positions)):
             if getattr(self, name) not in get_args(allowed):
@@ -136,9 +142,8 @@ class ModelConfig(Member):
         for name in ("rope_theta", "norm_eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        if self.positions == "rotary" and (
-            self.rotary_dim % 2 or self.rotary_dim != self.head_dim * self.rotary_fraction
-        ):
+        rotated = _whole(self.head_dim, self.rotary_fraction)
+        if self.positions == "rotary" and (rotated is None or rotated % 2):
             raise ValueError(
                 f"head_dim * rotary_fraction must be even, because positions rotate pairs, got {self.head_dim} * "
                 f"{self.rotary_fraction}"
@@ -183,11 +188,11 @@ class ModelConfig(Member):
             raise ValueError(f"first_dense_layers must lie in 0 to {self.n_layers - 1}, got {self.first_dense_layers}")
         if self.n_shared_experts < 0:
             raise ValueError(f"n_shared_experts must not be negative, got {self.n_shared_experts}")
-        hidden = self.d_model * self._expert_ratio
-        if self.d_model % ROW_ENTRIES or hidden <= 0 or hidden % ROW_ENTRIES:
+        hidden = _whole(self.d_model, self._expert_ratio)
+        if self.d_model % ROW_ENTRIES or not hidden or hidden < 0 or hidden % ROW_ENTRIES:
             raise ValueError(
                 f"d_model and d_model * expert_ratio must be multiples of {ROW_ENTRIES}, so that rows fill 16 bytes in bf16, got "
-                f"{self.d_model} and {hidden:g}"
+                f"{self.d_model} and {self.d_model * self._expert_ratio:g}"
             )
         for name, allowed in (("router_scores", RouterScores), ("expert_scheme", ExpertScheme)):
             if getattr(self, name) not in get_args(allowed):
@@ -209,12 +214,12 @@ class ModelConfig(Member):
     @property
     def rotary_dim(self) -> int:
         """Coordinates of each head that are rotated."""
-        return int(self.head_dim * self.rotary_fraction)
+        return round(self.head_dim * self.rotary_fraction)
 
     @property
     def d_ff(self) -> int:
         """Width of the MLP's hidden layer."""
-        return int(self.d_model * self.mlp_ratio)
+        return round(self.d_model * self.mlp_ratio)
 
     @property
     def _expert_ratio(self) -> float:
@@ -223,7 +228,7 @@ class ModelConfig(Member):
     @property
     def expert_width(self) -> int:
         """Width of an expert's hidden layer."""
-        return int(self.d_model * self._expert_ratio)
+        return round(self.d_model * self._expert_ratio)
 
     @property
     def granularity(self) -> float:
@@ -232,8 +237,10 @@ class ModelConfig(Member):
 
     def is_whole(self, width: int) -> bool:
         """Return whether MLP and experts have whole widths at this `d_model`, and rows of experts the right size."""
-        rows = (width, width * self._expert_ratio) if self.n_experts else ()
-        return float(width * self.mlp_ratio).is_integer() and not any(row % ROW_ENTRIES for row in rows)
+        hidden, of_expert = _whole(width, self.mlp_ratio), _whole(width, self._expert_ratio)
+        if self.n_experts is None:
+            return hidden is not None
+        return hidden is not None and of_expert is not None and not (width % ROW_ENTRIES or of_expert % ROW_ENTRIES)
 
     def expert_sizes(self, base: ModelConfig) -> dict[ExpertAxis, float]:
         """Return the sizes of this mixture along the axes of `along`, at whose base the others are held.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from proxy_models.architecture.causal_lm import CausalLM
 
 _IN_PROPORTION = (
-    *("num_attention_heads", "num_key_value_heads"),
+    *("num_attention_heads", "num_key_value_heads", "num_kv_heads"),
     *("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"),
 )
 """Sizes of a config that grow with its hidden size, if the config has them."""

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder_memory import evaluation_memory, fitting, training_memory
-from proxy_models.architecture.family import Family, Loss
+from proxy_models.architecture.family import Family, Loss, fixed_by
 from proxy_models.architecture.member import AttentionKernel, ExpertSizes, Member, StepSizes
 from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision
 from proxy_models.architecture.parametrization import (
     ForwardMultipliers,
     Parametrization,
     TableOptions,
+    TensorClass,
     decoder_shapes,
     parametrize,
 )
@@ -110,6 +111,11 @@ class DecoderFamily(Family):
     def is_tied(self, member: Member) -> bool:
         """Whether the config ties the readout to the embedding."""
         return self.config.tied
+
+    def fixed_hyperparameters(self, member: Member) -> Mapping[str, str]:
+        """Return those of a tied table; learned positions have the rate of embeddings."""
+        tables = {TensorClass.TIED} if self.config.tied else {TensorClass.EMBEDDING, TensorClass.READOUT}
+        return fixed_by(tables | ({TensorClass.EMBEDDING} if self.config.positions == "learned" else set()))
 
     @property
     def position_base(self) -> float | None:

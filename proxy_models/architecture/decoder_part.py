@@ -244,8 +244,8 @@ class DecoderPart:
     def n_moments(self, optimizer: str, share: int, n_owners: int) -> int:
         """Return the numbers of optimizer state on a device with 1/`share` of the parameters.
 
-        Adafactor keeps a mean for each row and column of a matrix on every device, and a mean for each entry of a vector. SOAP keeps
-        the state of whole matrices, on the `n_owners` devices that share them.
+        Adafactor keeps a mean for each row and column of a matrix on every device; its means of gains and biases are too few to count.
+        SOAP keeps the state of whole matrices, on the `n_owners` devices that share them.
         """
         config, width = self.config, self.config.d_model
         if optimizer == "adafactor":

@@ -167,6 +167,9 @@ class _Counted(Family):
     def is_tied(self, member: Member) -> bool:
         return False
 
+    def fixed_hyperparameters(self, member: Member) -> Mapping[str, str]:
+        return {}
+
     def member(self, width: int, depth: int) -> Member:
         if found := counted(self.of).get((width, depth)):
             return found

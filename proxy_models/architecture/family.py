@@ -3,7 +3,7 @@
 A family is a subclass of `Family` with one method. Its model maps token ids (batch, time) to logits (batch, time, vocab_size), and
 has a list of residual blocks and a readout without a bias. Three models of different width on the meta device show which dimensions
 are width, and so the class, initial values, rate, decay and eps of every tensor. The model itself applies the forward multipliers,
-which are buffers; a model has only those that its forward pass uses (`proxy_models.training.optimizer.MULTIPLIERS`).
+which are buffers; a model has only those that its forward pass uses (`proxy_models.architecture.parametrization.MULTIPLIERS`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from proxy_models.architecture.counted import remember
 from proxy_models.architecture.member import AttentionKernel, Counts, Member, ModuleConfig, StepSizes
 from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision
 from proxy_models.architecture.parametrization import (
+    MULTIPLIERS,
+    TUNED,
     ForwardMultipliers,
     Parametrization,
     TableOptions,
@@ -47,6 +49,16 @@ If some tokens do not count (`proxy_models.data.uncounted`), a third argument is
 the sum of weight · cross-entropy over tokens that count, divided by the number of all predicted tokens, so that micro-batches and
 ranks add up whatever their shares of such tokens are.
 """
+
+
+def fixed_by(classes: Container[TensorClass]) -> dict[str, str]:
+    """Return the hyperparameters that must keep their defaults in a model with tensors of these classes, each with the reason."""
+    reasons = {}
+    if TensorClass.TIED in classes:
+        reasons["zero_readout"] = "a readout tied to the embedding table (model.tied) can't start at zero"
+    if TensorClass.EMBEDDING not in classes:
+        reasons["embedding_rate"] = "a tied table (model.tied) has the rate of the readout, which output_rate changes"
+    return reasons
 
 
 def weighted(loss: Loss, scale: Tensor | None) -> Loss:
@@ -232,6 +244,21 @@ class Family(ABC):
         """Whether the member's readout is its embedding table; readers that do not import the family get False."""
         shapes = _shapes(self, member.d_model, member.n_layers, member.d_model)
         return any(shape.tensor_class is TensorClass.TIED for shape in shapes.values())
+
+    def fixed_hyperparameters(self, member: Member) -> Mapping[str, str]:
+        """Return the hyperparameters that must keep their defaults with this member's tensors, each with the reason.
+
+        Readers that do not import the family get none.
+        """
+        import torch
+
+        shapes = _shapes(self, member.d_model, member.n_layers, member.d_model)
+        with torch.device("meta"):
+            buffers = {name for name, _ in self.build(member.d_model, member.n_layers).named_buffers()}
+        missing = {name: MULTIPLIERS[of] for name, of in TUNED.items() if MULTIPLIERS[of] not in buffers}
+        return fixed_by({shape.tensor_class for shape in shapes.values()}) | {
+            name: f"this family's models have no buffer {buffer}" for name, buffer in missing.items()
+        }
 
     @property
     def position_base(self) -> float | None:

@@ -243,6 +243,8 @@ def _read_llama(
     theirs = {"head_dim": width // heads, "num_key_value_heads": heads} | theirs
     if str(kind).startswith("qwen3") and not theirs["use_sliding_window"]:
         theirs["sliding_window"] = None
+    if "num_local_experts" in theirs:
+        theirs.setdefault("num_experts", theirs["num_local_experts"])  # name of Qwen3-MoE's newer files
     if kind == "mistral" and theirs["sliding_window"] is None:
         kind = "llama"  # Mistral's later models, whose class then computes what Llama's does
     if kind != described["model_type"]:

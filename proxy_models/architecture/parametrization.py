@@ -239,6 +239,17 @@ class ForwardMultipliers:
         )
 
 
+MULTIPLIERS = {
+    "embedding": "embedding_multiplier",
+    "branch": "branch_multiplier",
+    "readout": "readout_multiplier",
+    "attention": "attention_scale",
+}
+"""Name of the model's zero-dimensional buffer for each of `ForwardMultipliers`; a model may lack buffers."""
+TUNED = {"embedding_multiplier": "embedding", "output_multiplier": "readout", "attention_multiplier": "attention"}
+"""Hyperparameters that multiply one of `ForwardMultipliers`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parametrization(Serializable):
     """Table of one shape relative to its base.

@@ -13,8 +13,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from proxy_models.architecture.parametrization import HIDDEN_MATRICES, MATRICES, Parametrization, TensorClass
-from proxy_models.training.optimizer import MULTIPLIERS
+from proxy_models.architecture.parametrization import (
+    HIDDEN_MATRICES,
+    MATRICES,
+    MULTIPLIERS,
+    Parametrization,
+    TensorClass,
+)
 
 _KINDS = {
     **dict.fromkeys(HIDDEN_MATRICES, "hidden matrix"),

@@ -15,12 +15,13 @@ from proxy_models.recipes.schedule import ScheduleName
 from proxy_models.recipes.stages import HyperparameterStage
 from proxy_models.serialization import Serializable, converter
 
+_COOLED_AT_THE_END: tuple[ScheduleName, ...] = ("wsd", "wsd_linear", "inverse_sqrt")
 _OF_SCHEDULES: dict[str, tuple[ScheduleName, ...]] = {
     "final_fraction": ("cosine", "exponential", "cosine_cycles"),
     "milestones": ("step",),
     "step_factor": ("step",),
     "cycles": ("cosine_cycles",),
-    "stages": ("wsd", "wsd_linear", "inverse_sqrt"),
+    "stages": _COOLED_AT_THE_END,
 }
 OPTIMIZERS_THAT_READ: dict[str, tuple[OptimizerName, ...]] = {
     "weight_decay_tau": ("adamw", "lion", "adafactor", "muon", "lamb", "soap"),
@@ -214,9 +215,10 @@ class Hyperparameters(Serializable):
     def resolve(self, n_tokens: int) -> Recipe:
         """Return the absolute values of a run of `n_tokens`; raise ValueError if warmup or batch ramp do not fit into it."""
         warmup = self.whole_batches(max(self.warmup_floor_tokens, self.warmup_fraction * n_tokens))
+        cooldown = self.cooldown_fraction if self.schedule in _COOLED_AT_THE_END else 0.0
         for name, length in (("warmup", warmup), ("batch ramp", self._ramp.ramp_tokens)):
-            if length >= (before := n_tokens * (1 - self.cooldown_fraction)):
-                where = f"the first {before:.0f} of " if self.cooldown_fraction else ""
+            if length >= (before := n_tokens * (1 - cooldown)):
+                where = f"the first {before:.0f} of " if cooldown else ""
                 raise ValueError(f"a {name} of {length} tokens does not fit into {where}a run of {n_tokens} tokens")
         resolved: dict[str, Any] = {
             "weight_decay": self.batch_tokens / (self.learning_rate * self.weight_decay_tau * n_tokens),

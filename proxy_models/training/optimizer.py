@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.parametrization import (
     HIDDEN_MATRICES,
+    MULTIPLIERS,
     ForwardMultipliers,
     OptimizerName,
     Parametrization,
@@ -29,13 +30,6 @@ from proxy_models.training.soap import SOAPWithAdamW
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-MULTIPLIERS = {
-    "embedding": "embedding_multiplier",
-    "branch": "branch_multiplier",
-    "readout": "readout_multiplier",
-    "attention": "attention_scale",
-}
-"""Name of the model's zero-dimensional buffer for each of `ForwardMultipliers`; a model may lack buffers."""
 MARKS: dict[OptimizerName, str] = {"muon": MuonWithAdamW.mark, "soap": SOAPWithAdamW.mark, "lamb": LAMB.mark}
 """Mark of the groups that an optimizer moves by its own rule: Muon and SOAP hidden matrices, LAMB all tensors that start at random
 values. AdamW's rule moves the other groups."""

@@ -140,6 +140,17 @@ def test_sizes_that_a_config_of_transformers_refuses_are_a_fault_of_the_file(
     assert key in said
 
 
+@pytest.mark.usefixtures("transformers")
+def test_a_multiplier_that_no_model_of_transformers_has_is_a_fault_of_the_file(
+    make_study: MakeStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = with_family(make_study(), "transformers:Qwen3Config", **TRANSFORMERS["Qwen3Config"])
+    searched = 'sweep.space.attention_multiplier={distribution="log_uniform", low=0.5, high=2.0}'
+    assert entry.run(["check", str(path), "--set", searched]) == 2
+    assert f"{path.name}: sweep.space.attention_multiplier: " in capsys.readouterr().err
+    StudyConfig.read(path, [searched.replace("attention", "embedding")], trains=True)
+
+
 def settings(*more: str) -> list[str]:
     return [word for setting in (*SMALL, *more) for word in ("--set", setting)]
 

@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -94,6 +94,10 @@ class Program(Family):
     def is_tied(self, member: Member) -> bool:
         """False: the program itself decides what a readout that starts at zero means."""
         return False
+
+    def fixed_hyperparameters(self, member: Member) -> Mapping[str, str]:
+        """Return none, since the program itself decides what each value means."""
+        return {}
 
     def member(self, width: int, depth: int) -> Member:
         """The member as the program described it.

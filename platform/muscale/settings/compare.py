@@ -10,9 +10,10 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.settings.corpus import ONE_SOURCE, CorpusSettings
+from muscale.settings.fixed_values import BY_TENSORS, unfit_values
 from muscale.settings.plan import Stem
 from muscale.settings.strict import StrictTable, TableError, build_strictly, format_errors
-from proxy_models.architecture.families import ModelFamily, family_of
+from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member, ModuleConfig
 from proxy_models.data.tokenizer import MIN_TRAINED_VOCAB
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -193,10 +194,9 @@ def _sized(model: Member, stems: tuple[Stem, ...], widths: tuple[int, ...]) -> N
 def _trainable(h: Hyperparameters, model: Member, stems: tuple[Stem, ...]) -> None:
     if h.swap_optimizer or h.schedule == "constant":
         raise ValueError(f"a variant must be annealed with one optimizer, got {h.swap_optimizer or h.schedule!r}")
-    if h.zero_readout and family_of(model).is_tied(model):
-        raise ValueError(
-            "zero_readout: a readout tied to the embedding table (model.tied) can't start at zero, got true"
-        )
+    for name in BY_TENSORS:
+        if unfit := unfit_values(model, name, [getattr(part, name) for part in h.stretches]):
+            raise ValueError(f"{name}: {unfit}")
     if h.batch_tokens % model.context_length:
         raise ValueError(
             f"batch_tokens: must be a multiple of the context {model.context_length}, got {h.batch_tokens}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from muscale.settings.compare import corpus_errors, variant_errors
 from muscale.settings.parallelism import SOAP_IN_PIPELINES
 from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
-from muscale.settings.space_rules import invalid_batches, space_errors, unordered_errors
+from muscale.settings.space_rules import invalid_batches, model_errors, space_errors
 from muscale.settings.tables import CheckSettings, StudyTables
 from proxy_models.architecture.families import family_of, is_imported
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS
@@ -35,7 +35,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     problems += _rank_errors(config)
     problems += _promote_errors(config)
     problems += _check_errors(config.check)
-    problems += unordered_errors(config)
+    problems += model_errors(config)
     one_size = config.initial_weights is not None
     problems += config.transfer.cross_field_errors(h, model.context_length, one_size=one_size)
     if len(set(config.ladder.seeds)) != len(config.ladder.seeds):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from muscale.settings.fixed_values import BY_TENSORS, unfit_values
 from muscale.settings.tables import StudyTables
-from proxy_models.architecture.families import family_of
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Fixed, Ordinal, Space
 
@@ -49,24 +49,29 @@ def space_errors(config: StudyTables) -> Iterator[str]:
         yield f"hyperparameters.swap_optimizer: {_NO_SWAP}, got {h.swap_optimizer!r}"
 
 
-def unordered_errors(config: StudyTables) -> Iterator[str]:
-    """Values of zero_readout and optimizer, given or searched, that the study's model or other rules exclude."""
-    for key, values in _given(config, "zero_readout").items():
-        if True in values and family_of(config.model).is_tied(config.model):
-            yield f"{key}: a readout tied to the embedding table (model.tied) can't start at zero, got true"
+def model_errors(config: StudyTables) -> Iterator[str]:
+    """Values, given or searched, that the study's model or its decay_scaling exclude."""
+    for name in BY_TENSORS:
+        for key, values in _given(config, name).items():
+            if unfit := unfit_values(config.model, name, values):
+                yield f"{key}: {unfit}"
     for key, values in _given(config, "optimizer").items():
         if config.decay_scaling == "sublayer_gain" and set(values) != {"adamw"}:
             yield f'{key}: decay_scaling "sublayer_gain" is available for adamw only, got {", ".join(values)}'
 
 
-def _given(config: StudyTables, name: str) -> dict[str, tuple[Any, ...]]:
-    """The values of a hyperparameter without an order, by the key in the file."""
-    given: dict[str, tuple[Any, ...]] = {f"hyperparameters.{name}": (getattr(config.hyperparameters, name),)}
-    match config.sweep.space.get(name):
-        case Choice(values=values):
-            given[f"sweep.space.{name}"] = values
-        case Fixed(value=value):
-            given[f"sweep.space.{name}"] = (value,)
+def _given(config: StudyTables, name: str) -> dict[str, Sequence[Any]]:
+    """The values of a hyperparameter, of a space both bounds or every value, by the key in the file."""
+    h, over = config.hyperparameters, config.transfer.over.get(name)
+    given: dict[str, Sequence[Any]] = {f"hyperparameters.{name}": [getattr(h, name)]}
+    if h.stages:
+        given["hyperparameters.stages"] = [getattr(part, name) for part in h.stretches[1:]]
+    if name in config.sweep.space:
+        given[f"sweep.space.{name}"] = config.sweep.space[name].grid(2)
+    if name in config.plan.explicit:
+        given[f"plan.explicit.{name}"] = [config.plan.explicit[name]]
+    if over:
+        given[f"transfer.over.{name}"] = over.at or ["values around the best"]
     return given
 
 

@@ -33,6 +33,13 @@ model.global_attention_every=2 => model | attention_window | got 2
 model.vocab_size=100 => model.vocab_size | 256 | got 100
 model.tied=true ;; hyperparameters.zero_readout=true => hyperparameters.zero_readout | model.tied
 model.tied=true ;; sweep.space.zero_readout={{{CHOICE}=[true, false]}} => sweep.space.zero_readout | model.tied
+model.tied=true ;; hyperparameters.embedding_rate=2.0 => hyperparameters.embedding_rate | model.tied | got 2.0
+model.tied=true ;; sweep.space.embedding_rate={{distribution="log_uniform", low=0.25, high=4.0}} => \
+sweep.space.embedding_rate | output_rate | got 0.25
+model.tied=true ;; transfer.over.embedding_rate=[0.25, 0.5, 1, 2, 4] => transfer.over.embedding_rate | got 0.25
+model.tied=true ;; transfer.over.embedding_rate={{points=5}} => transfer.over.embedding_rate
+model.tied=true ;; plan.explicit.embedding_rate=2.0 => plan.explicit.embedding_rate | got 2.0
+model.tied=true ;; hyperparameters.stages=[{{after=0.4, embedding_rate=0.5}}] => hyperparameters.stages | model.tied | got 0.5
 decay_scaling=sublayer_gain ;; hyperparameters.optimizer=lion => hyperparameters.optimizer | sublayer_gain | got lion
 hyperparameters.beta1=1.5 => hyperparameters | beta1 | got 1.5
 hyperparameters.batch_tokens=100 => hyperparameters.batch_tokens | 32 | got 100
@@ -105,6 +112,7 @@ variants.a.model={{tide=true}} => variants.a.model | tide | tied?
 variants.a.model={{d_model=20}} => variants.a.model | head_dim=16 | got 20
 variants.a.model={{context_length=64}} => variants.a.model.context_length | held-out | got 64
 variants.a.model={{tied=true}} ;; variants.a.hyperparameters={{zero_readout=true}} => variants.a.hyperparameters | zero_readout
+variants.a.model={{tied=true}} ;; variants.a.hyperparameters={{embedding_rate=2.0}} => variants.a.hyperparameters | got 2.0
 variants.a.hyperparameters={{beta1=2.0}} => variants.a.hyperparameters | beta1 | got 2
 variants.a.hyperparameters={{batch_tokens=100}} => variants.a.hyperparameters | batch_tokens | got 100
 variants.a.hyperparameters={{schedule="constant"}} => variants.a.hyperparameters | 'constant'
@@ -188,6 +196,11 @@ def test_a_fault_is_refused_with_file_key_and_value(fault: str, study: Path) -> 
     found = message(study, *settings.split(" ;; "))
     assert f"{study}: {key}: " in found
     assert [word for word in words if word not in found] == []
+
+
+def test_a_tied_table_with_learned_positions_has_the_rate_of_embeddings(study: Path) -> None:
+    settings = ("model.tied=true", 'model.positions="learned"', "hyperparameters.embedding_rate=2.0")
+    assert StudyConfig.read(study, settings).hyperparameters.embedding_rate == 2
 
 
 def test_every_fault_of_a_file_is_listed(study: Path) -> None:

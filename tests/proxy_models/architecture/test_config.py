@@ -130,6 +130,20 @@ def test_flops_per_token_are_those_that_torch_counts(config: ModelConfig) -> Non
     assert counter.get_total_flops() == config.train_flops_per_token * sequences[:, 1:].numel()
 
 
+def test_a_decimal_ratio_makes_whole_widths_whatever_its_rounding() -> None:
+    family = ModelFamily(base=ModelConfig(d_model=80, n_layers=2, mlp_ratio=2.7, head_dim=40, rotary_fraction=0.35))
+    assert 720 * 2.7 != 1944  # in floating point
+    assert family.at(width=720).d_ff == 1944
+    assert (family.base.d_ff, family.base.rotary_dim) == (216, 14)
+    with pytest.raises(ValueError, match=r"720 \* 2.701"):
+        ModelConfig(d_model=720, n_layers=2, mlp_ratio=2.701)
+    mixture: dict[str, Any] = {"n_experts": 4, "mlp_ratio": 2.75, "expert_ratio": 1.1}
+    base = ModelConfig(d_model=80, n_layers=2, **mixture)
+    assert [ModelFamily(base=base).at(width=width).expert_width for width in (80, 160, 320, 720)] == [88, 176, 352, 792]
+    with pytest.raises(ValueError, match="multiples of 8"):
+        ModelConfig(d_model=96, n_layers=2, **mixture)
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [

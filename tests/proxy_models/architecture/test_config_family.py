@@ -54,6 +54,11 @@ def test_sizes_keep_their_proportion_to_the_hidden_size_and_heads_their_size() -
     assert (config.num_hidden_layers, config.vocab_size, config.max_position_embeddings) == (5, 256, 32)
     longer = cast(config_family.ConfigFamily, family("GPT2Config", n_positions=128))
     assert (longer.config(32, 1).n_positions, longer.config(64, 1).n_head) == (128, 8)
+    heads = {"num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True}
+    sizes_of: dict[str, Any] = {"vocab_size": 256, "context_length": 32, "hidden_size": 32, **heads}
+    made = load("transformers:FalconConfig")(**sizes_of)
+    falcon = cast(config_family.ConfigFamily, made)
+    assert (falcon.config(96, 1).num_attention_heads, falcon.config(96, 1).num_kv_heads) == (12, 6)
     with pytest.raises(ValueError, match="d_model must be a multiple of 16, got 24"):
         qwen.member(24, 2)
 

@@ -21,13 +21,13 @@ from proxy_models.architecture.decoder_family import MOST_SIZES, DecoderFamily
 from proxy_models.architecture.families import ModelFamily, build, family_of, load
 from proxy_models.architecture.family import SIZE_STEP, Family, FamilyError, count_member, source_hash
 from proxy_models.architecture.member import Member, ModuleConfig
-from proxy_models.architecture.parametrization import OptimizerName, TensorClass
+from proxy_models.architecture.parametrization import MULTIPLIERS, OptimizerName, TensorClass
 from proxy_models.coordinates.measurement import coordinate_check, require_causal
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import stem
 from proxy_models.training.numerics import Numerics
-from proxy_models.training.optimizer import MULTIPLIERS, initialize
+from proxy_models.training.optimizer import initialize
 from proxy_models.training.trainer import Trainer
 from tests.proxy_models.families import Network, Recurrent, Stacked
 

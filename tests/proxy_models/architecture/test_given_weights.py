@@ -129,6 +129,21 @@ def test_mixtures_that_the_export_writes_are_read_again(options: dict[str, Any],
 
 
 @torch.no_grad()
+def test_a_mixture_that_transformers_saves_again_is_read(transformers: ModuleType, tmp_path: Path) -> None:
+    options = dict(test_exported_experts.EXPORTED.values())["Qwen3MoeForCausalLM"]
+    model, multipliers = test_exported_experts.trained(options)
+    test_exported_experts.export(model, multipliers, tmp_path / "ours")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert "num_experts" not in json.loads((tmp_path / "theirs" / "config.json").read_text()), "the newer name"
+    again = started(tmp_path / "theirs", model.config, tmp_path / "store")
+    tokens = torch.randint(0, 256, (2, 48), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(again(tokens), model(tokens), atol=1e-4, rtol=0)
+    with pytest.raises(GivenWeightsError, match="num_experts"):
+        read_weights(tmp_path / "theirs", replace(model.config, n_experts=16))
+
+
+@torch.no_grad()
 def test_half_precision_is_read_as_fp32(transformers: ModuleType, tmp_path: Path) -> None:
     network = random_model(transformers, LLAMA).to(torch.bfloat16)
     network.save_pretrained(tmp_path / "theirs")

@@ -131,6 +131,14 @@ def test_a_warmup_ends_before_the_cooldown_begins() -> None:
     assert values.resolve(42 * BATCH).warmup_tokens == 34 * BATCH
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "exponential", "step"])
+def test_without_a_cooldown_a_warmup_ends_before_the_run_does(schedule: ScheduleName) -> None:
+    values = hyperparameters(schedule=schedule, warmup_floor_tokens=36 * BATCH)
+    assert chain(values, 40 * BATCH)[0].recipe.warmup_tokens == 36 * BATCH
+    with pytest.raises(ValueError, match=str(36 * BATCH)):
+        chain(values, 36 * BATCH)
+
+
 def test_cycles_follow_each_other_without_a_jump() -> None:
     segments = chain(hyperparameters(schedule="cosine_cycles", cycles=3, final_fraction=0.2), 41 * BATCH)
     assert [(s.start // BATCH, s.end // BATCH) for s in segments] == [(0, 13), (13, 27), (27, 41)]

@@ -23,6 +23,7 @@ from muscale.settings.amendment_file import AmendmentFile
 from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ContinuationFile
 from muscale.settings.corpus import CorpusSettings, require_weighted_losses
+from muscale.settings.fixed_values import unfit_values
 from muscale.settings.further_corpus import write_corpus
 from muscale.settings.own_model import require_same_family
 from muscale.store.ledger import Ledger
@@ -110,6 +111,8 @@ def plan_amendment(
         except ValueError as error:
             place = "" if str(error).startswith("n_tokens") else "hyperparameters: "
             raise StageError(f"{place}{error}") from error
+        if unfit := unfit_values(parent.numerics.model, "embedding_rate", [file.hyperparameters.embedding_rate or 1.0]):
+            raise StageError(f"hyperparameters.embedding_rate: {unfit}")
         position = None
         if file.mixture or file.until_fraction:
             position = parent.lineage[-1].position + parent.tokens

@@ -19,7 +19,7 @@ from muscale.full_runs.promote.planned_worker import PlannedWorker
 from muscale.plans.gate import context_line
 from muscale.plans.layouts import with_layout
 from muscale.plans.planning import Planner
-from muscale.settings.space_rules import unordered_errors
+from muscale.settings.space_rules import model_errors
 from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder_memory import training_memory
 from proxy_models.architecture.families import ModelFamily
@@ -296,8 +296,8 @@ def test_a_new_family_s_answers_reach_the_plan_the_gate_and_the_rules_of_the_stu
     assert context_line(model, model).advice == ""
     config = StudyConfig.read(make_study("tied"))
     at_zero = config.model_copy(update={"hyperparameters": replace(config.hyperparameters, zero_readout=True)})
-    assert not list(unordered_errors(at_zero))
-    (error,) = unordered_errors(at_zero.model_copy(update={"model": model}))
+    assert not list(model_errors(at_zero))
+    (error,) = model_errors(at_zero.model_copy(update={"model": model}))
     assert error.startswith("hyperparameters.zero_readout: ")
 
 
