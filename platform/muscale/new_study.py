@@ -15,6 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tomlkit
+
 from muscale.errors import StudyDirectoryError, StudyFileError
 from muscale.found_source import found_source
 from muscale.layout import STUDY_FILE
@@ -131,10 +133,14 @@ def write_study(
     for above in (directory, *directory.parents):
         if above.exists() and not above.is_dir():
             raise StudyDirectoryError(f"{above}: is a file, but a study needs a directory; give another path")
-    if name is not None and not name.strip():
-        raise StudyFileError("--name: must be a name, got an empty one")
+    for given in (directory, source):
+        if given and not _is_utf8(path_given := str(given.absolute())):
+            raise StudyDirectoryError(f"{path_given!a}: must have a name in UTF-8, since study files are; rename it")
+    if name is not None and not (name.strip() and name.isprintable()):
+        raise StudyFileError(f"--name: must be a name of printable characters, got {name!r}")
+    of_directory = "".join(letter for letter in directory.absolute().name if letter.isprintable())
     text = (resources.files("muscale") / ("own_family.toml" if family else "quickstart.toml")).read_text()
-    text = _with_value(text, "name", name or directory.absolute().name or "study")
+    text = _with_value(text, "name", name or of_directory or "study")
     if source is None:
         _write_all(path, text, family=family)
         return NewStudy(path=str(path))
@@ -148,7 +154,7 @@ def write_study(
         sized = rf"\1\nvocab_size = {found.vocab_size}"
         text = re.sub(r"^(context_length = .*)$", sized, text, count=1, flags=re.MULTILINE)
     intro = (
-        f"# A study of {json.dumps(source.name, ensure_ascii=False)}, whose sizes and budgets are for two CPU cores and about ten\n"
+        f"# A study of {tomlkit.string(source.name).as_string()}, whose sizes and budgets are for two CPU cores and about ten\n"
         "# minutes: raise them to what you have."
     )
     text = re.sub(r"\A#[^\n]*\n", lambda _: intro + "\n", text)
@@ -167,12 +173,21 @@ def _write_all(path: Path, text: str, *, family: bool) -> None:
 
 def _with_value(text: str, key: str, value: str) -> str:
     """Return the file with the string of the first such key replaced; a comment after it keeps its column if there is room."""
-    quoted = f"{key} = {json.dumps(value, ensure_ascii=False)}"
+    quoted = f"{key} = {tomlkit.string(value).as_string()}"
 
     def put(found: re.Match[str]) -> str:
         return f"{quoted} ".ljust(len(found[0]) - 1) + "#" if found[1] else quoted
 
     return re.sub(rf'^{key} = "[^"]*"( *#)?', put, text, count=1, flags=re.MULTILINE)
+
+
+def _is_utf8(text: str) -> bool:
+    """Return whether a path of the operating system can be written in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _write(path: Path, text: str) -> None:

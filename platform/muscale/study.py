@@ -868,7 +868,7 @@ class Study(Result):
                 self._display.line(f"warning: {warning}")
             result = self.register(plan) if self.config.trainer else self.promote(plan, force=force)
         self.report()
-        self._tracking.sync()
+        self._tracking.finish()
         return result
 
     @cached_property

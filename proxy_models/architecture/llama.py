@@ -101,6 +101,16 @@ def llama_errors(config: ModelConfig) -> list[str]:
     return odd
 
 
+def export_errors(config: ModelConfig) -> list[str]:
+    """Return `llama_errors`, and the states of routers that move in training where the layout can't hold them."""
+    errors = llama_errors(config)
+    if not errors and config.n_experts and config.balance_rate and not (layout := expert_layout(config)).has_state:
+        errors.append(
+            f"model.balance_rate must be 0 ({layout.title} selects by softmax alone, without a bias), got {config.balance_rate:g}"
+        )
+    return errors
+
+
 def require_llama(config: ModelConfig) -> None:
     """Require an architecture that Llama's layout can hold.
 

@@ -124,9 +124,22 @@ def test_what_is_no_text_is_refused_and_nothing_written(tmp_path: Path) -> None:
             write_study(tmp_path / "mine", source)
     with pytest.raises(StudyFileError, match="--name: must be a name"):
         write_study(tmp_path / "mine", None, " ")
+    with pytest.raises(StudyFileError, match="--name: "):
+        write_study(tmp_path / "mine", None, "a\x7fb")
+    with pytest.raises(StudyDirectoryError, match="UTF-8"):
+        write_study(tmp_path / "caf\udce9")
     assert not (tmp_path / "mine").exists()
     with pytest.raises(StudyDirectoryError, match=r"picture.png: is a file"):
         write_study(picture / "study")
+
+
+def test_control_characters_in_paths_make_a_valid_file(tmp_path: Path) -> None:
+    source = tmp_path / "te\x7fxt"
+    source.mkdir()
+    (source / "a.txt").write_text("some text " * 100)
+    path = Path(write_study(tmp_path / "my\x7fstudy", source).path)
+    written = tomllib.loads(path.read_text())
+    assert (written["name"], written["corpus"]["source"]) == ("mystudy", str(source))
 
 
 def test_text_is_judged_by_whole_characters(tmp_path: Path) -> None:

@@ -145,6 +145,31 @@ def test_mlflow_has_the_same_in_a_file_of_the_study(swept: Sweep, monkeypatch: p
     assert best.data.params["learning_rate"] == "0.008"
     assert best.data.tags["summary.status"] == "completed"
     assert runs["micro trial 2"].info.status == "FAILED"
+    assert abs(history[0].timestamp / 1000 - time.time()) < 3600
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow, of muscale[mlflow], which is in no lock")
+def test_mlflow_gets_the_settings_that_a_failed_request_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "abc.toml").write_text("n_tokens = 1")
+    run = TrackedRun(
+        key="k1", name="n", kind="study", group="g", config={"a": 1}, files={"plan.toml": tmp_path / "abc.toml"}
+    )
+    with monkeypatch.context() as broken:
+        broken.setattr(MlflowClient, "log_batch", lambda *_args, **_kwargs: 1 / 0)
+        failed = make_mirror(TrackingSettings(wandb="off", mlflow=True), tmp_path).send(lambda: [run])
+    assert [reason.startswith("mlflow: ZeroDivisionError") for reason in failed.failed.values()] == [True]
+    again = make_mirror(TrackingSettings(wandb="off", mlflow=True), tmp_path).send(lambda: [run])
+    assert (again.failed, again.updated) == ({}, {"mlflow": 1})
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'tracking' / 'mlflow.db'}")
+    (kept,) = client.search_runs([client.get_experiment_by_name("muscale").experiment_id])
+    assert kept.data.params == {"a": "1"}
+    assert [file.path for file in client.list_artifacts(kept.info.run_id)] == ["plan.toml"]
 
 
 def test_an_unwritable_place_is_reported_and_the_work_continues(swept: Sweep, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,5 +295,5 @@ def test_nothing_is_started_where_every_tracker_is_off(tmp_path: Path) -> None:
     with mirror.following(lambda: [run]):
         pass
     assert not (tmp_path / "study").exists()
-    assert "no tracker is configured" in str(mirror)
+    assert mirror.send(lambda: [run]).to_dict()["updated"] == {}
     assert isinstance(mirror, Mirror)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import pandas as pd
 import pytest
 
 from muscale import Study, StudyFileError
+from muscale.cli import entry
 from muscale.layout import METRICS
 from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
@@ -227,7 +229,7 @@ def test_what_is_known_is_tracked_afterwards_too(planted: Planted) -> None:
     planted.end(3.1)
     path = planted.ledger.directory / "study.toml"
     study = Study.open(path, ["tracking.tensorboard=true"], quiet=True)
-    assert Tracking(study.config, study.ledger).sync().startswith("sync: updated runs: tensorboard 2; ")
+    assert Tracking(study.config, study.ledger).sync().updated == {"tensorboard": 2}
     folder = study.directory / "tracking" / "tensorboard"
     (full,), (whole,) = ((folder / kind).iterdir() for kind in ("full", "study"))
     found, n_tokens = scalars(full), planted.plan.n_tokens
@@ -237,7 +239,7 @@ def test_what_is_known_is_tracked_afterwards_too(planted: Planted) -> None:
     )
     assert b"val_loss = 3.1" in b"".join(file.read_bytes() for file in whole.iterdir()), "where the study stands"
     again = Study.open(path, ["tracking.tensorboard=true"], quiet=True)
-    assert Tracking(again.config, again.ledger).sync().startswith("sync: updated runs: tensorboard 0; ")
+    assert Tracking(again.config, again.ledger).sync().updated == {"tensorboard": 0}
     study.ledger.close()
     again.ledger.close()
 
@@ -271,7 +273,7 @@ def test_a_failing_tracker_is_reported_once_and_gets_everything_when_it_is_back(
             planted.write(last, last, 400)
             mirror.bring_up(planted.source())
     (message,) = caplog.messages
-    assert "listed: ConnectionError: no route to $WANDB_API_KEY; work continues" in message
+    assert "listed: ConnectionError: no route to $WANDB_API_KEY" in message
     assert good.rows, "the other one has what there is"
     bad.failure = None
     time.sleep(0.6)
@@ -304,6 +306,39 @@ def test_a_tracker_that_hangs_is_not_waited_for(
         if thread.name == "sync":
             thread.join(30)
     assert tracker.begun, "what was under way came to its end"
+
+
+def test_a_sync_sends_everything_however_long_it_takes(
+    planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Listed):
+        def _begin(self, run: TrackedRun) -> str:
+            time.sleep(0.3)
+            return super()._begin(run)
+
+    monkeypatch.setattr(mirroring, "PATIENCE_SECONDS", 0.05)
+    planted.write(1, 200, 400)
+    tracker, seen = Slow(), []
+    mirror = Mirror([tracker], tmp_path / "t")
+    done = mirror.send(planted.source(), lambda n, of, note, **_: seen.append((n, of)))
+    assert (done.failed, sum(done.updated.values()), seen) == ({}, 1, [(1, 1)])
+    assert tracker.rows
+    bad = Listed()
+    bad.failure = ConnectionError("no route")
+    assert list(Mirror([bad], tmp_path / "u").send(planted.source()).failed) == ["listed"]
+
+
+def test_the_command_fails_if_a_tracker_does(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    planted.write(1, 400, 400, evaluated=(200, 400))
+    folder = planted.ledger.directory
+    command = ["sync", str(folder / "study.toml"), "--set", 'tracking.wandb="off"', "--json"]
+    assert entry.run([*command, "--set", "tracking.tensorboard=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["failed"] == {}
+    shutil.rmtree(folder / "tracking")
+    (folder / "tracking").mkdir()
+    (folder / "tracking" / "tensorboard").write_text("a file where a folder should be")
+    assert entry.run([*command, "--set", "tracking.tensorboard=true"]) == 1
+    assert list(json.loads(capsys.readouterr().out)["failed"]) == ["tensorboard"]
 
 
 def test_what_the_block_raises_passes_and_is_tracked_before(planted: Planted, tmp_path: Path) -> None:

@@ -49,11 +49,8 @@ def promote(
         options = replace(options, set=(*options.set, f'promote.profile="{profile}"'))
     if steps is not None and not smoke_test:
         raise StudyFileError(f"promote: --steps {steps} is for --smoke-test; the plan sets the length of a full run")
-    if replay is not None and (prepare or smoke_test or options.dry_run):
-        other = "--prepare" if prepare else "--smoke-test" if smoke_test else "--dry-run"
-        raise StudyFileError(
-            f"promote: --replay {replay} trains steps of the run again and cannot be combined with {other}"
-        )
+    if prepare or smoke_test or options.dry_run:
+        _refuse_replay("promote", replay, "--prepare" if prepare else "--smoke-test" if smoke_test else "--dry-run")
     if prepare and (smoke_test or options.dry_run):
         raise StudyFileError("promote: --prepare cannot be combined with --smoke-test or --dry-run")
     if prepare:
@@ -119,6 +116,7 @@ def continue_(
     """
     once_more = options.line("continue", study, file)
     if options.dry_run:
+        _refuse_replay("continue", replay)
         return _planned_child(study, options, lambda opened: opened.plan_continuation(file), once_more)
     return _trained_child(study, options, lambda opened: opened.continue_run(file, replay=replay))
 
@@ -173,10 +171,16 @@ def amend(
         return options.line("amend", study, *([file] if file else []), *named)
 
     if options.dry_run:
+        _refuse_replay("amend", replay)
         return _planned_child(
             study, others, lambda opened: opened.plan_amendment(file, **given, changes=stated), once_more()
         )
     return _trained_child(study, others, lambda opened: opened.amend(file, **given, changes=stated, replay=replay))
+
+
+def _refuse_replay(stage: str, replay: int | None, other: str = "--dry-run") -> None:
+    if replay is not None:
+        raise StudyFileError(f"{stage}: --replay {replay} trains steps again and cannot be combined with {other}")
 
 
 def _planned_child(study: Path, options: StageOptions, plan: Callable[[Study], Any], once_more: str) -> int:

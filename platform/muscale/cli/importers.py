@@ -12,6 +12,7 @@ from muscale.cli.running import result_alone, run_stage, show
 
 if TYPE_CHECKING:
     from muscale.study import Study
+    from muscale.tracking.mirror import Synced
 
 
 @command(SEARCH, name="import-space", example="muscale import-space sweep.yaml --rename lr=learning_rate")
@@ -53,8 +54,13 @@ def sync(study: StudyFile, *, options: Options = Options()) -> int:
     """Send new results to Weights & Biases, TensorBoard or MLflow; trains nothing.
 
     Every stage does this while it runs; use `sync` for results that a tracker missed. The study file's [tracking] names the
-    trackers.
+    trackers. The exit code is 1 if one of them failed; the next `sync` sends it the rest.
     """
+    from muscale.progress import Display
     from muscale.tracking.trackers import Tracking
 
-    return run_stage(study, options, lambda opened: Tracking(opened.config, opened.ledger).sync(), None)
+    def synced(opened: Study) -> Synced:
+        with Display(quiet=options.json).stage("sync") as update:
+            return Tracking(opened.config, opened.ledger).sync(update)
+
+    return run_stage(study, options, synced, None, failed=lambda result: bool(result.failed))

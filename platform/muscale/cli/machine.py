@@ -63,7 +63,7 @@ def doctor(
     study: Path | None = None,
     *,
     gpu: Flag = False,
-    out: Path = Path("muscale-gpu.json"),
+    out: Path | None = None,
     trainer: str | None = None,
     job: Path | None = None,
     json: AsJson = False,
@@ -77,26 +77,29 @@ def doctor(
     Args:
         study: The study file whose directory, storage and resources are checked; by default the current directory.
         gpu: Check full runs on this machine's GPUs; takes some minutes and needs neither a study nor Ray.
-        out: The file that --gpu writes, to attach to an issue; it contains no host name and no secret.
+        out: The file that --gpu writes, to attach to an issue, by default muscale-gpu.json; it contains no host name and no secret.
         trainer: Check with about ten short runs that this program follows the protocol in docs/own_trainer.md. Quote it with its
             arguments, such as "python train.py --config {config} --state {state}"; it is started without a shell.
         job: JSON file with the run that --trainer tries; by default 16,384 tokens at width 64.
     """
+    kind = "--gpu" if gpu else "--trainer" if trainer else None
+    of_kinds = {"--trainer": (trainer, "--trainer"), "--out": (out, "--gpu"), "--job": (job, "--trainer")}
+    for name, (given, of) in (of_kinds | {"a study file": (study, None)}).items():
+        if given is not None and kind != of:
+            why = f"cannot be combined with {kind}" if kind else f"is for {of}"
+            raise StageError(f"doctor: {name} {why}; leave it out, got {given}")
+    file = out or Path("muscale-gpu.json")
     with result_alone(json):
         if gpu:
             from muscale.machine.gpu.gpu_checks import check_gpus
 
-            if study:
-                raise StageError(f"doctor: --gpu takes no study file; leave out {study}")
             report = check_gpus()
-            report.write(out)
+            report.write(file)
             found: Diagnosis | GpuReport = report
         elif trainer:
             from muscale.machine.trainer_checks import SMALL, check_trainer
             from muscale.programs.protocol import TrainerJob
 
-            if study:
-                raise StageError(f"doctor: --trainer takes no study file; leave out {study}")
             print(f"running {trainer}", file=sys.stderr)
             found = check_trainer(tuple(shlex.split(trainer)), TrainerJob.read(job) if job else SMALL)
         else:
@@ -105,7 +108,7 @@ def doctor(
             found = diagnose(study)
     show(found, as_json=json)
     if gpu and not json:
-        print_ending(Ending(wrote={"figures": out}))
+        print_ending(Ending(wrote={"figures": file}))
     return 0 if found.passed else 1
 
 

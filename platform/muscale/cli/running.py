@@ -78,7 +78,7 @@ def upper_costs(stage: str, config: StudyConfig, path: Path, *, as_json: bool) -
     from muscale.plans.costs import cost_of, with_device_hours, with_total
 
     table = with_total(with_device_hours(cost_of(stage, config), config, path))
-    return table if as_json else table.to_string(index=False, float_format="{:.3g}".format)
+    return table if as_json or table.empty else table.to_string(index=False, float_format="{:.3g}".format)
 
 
 def is_begun(path: Path) -> bool:

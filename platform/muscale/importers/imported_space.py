@@ -7,6 +7,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,22 @@ from muscale.settings.toml_file import inline
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Distribution, Fixed, LogUniform, Ordinal, Prior, Space, SpaceError, Uniform
 
-_USUAL = {"lr": "learning_rate", "wd": "weight_decay_tau", "weight_decay": "weight_decay_tau", "bs": "batch_tokens"}
-_USUAL |= {"batch_size": "batch_tokens", "warmup": "warmup_tokens", "warmup_steps": "warmup_tokens"}
-"""Nearest hyperparameter for the usual names of other tools; units may differ."""
+_SAME = {
+    **dict.fromkeys(("lr", "max_lr", "peak_lr"), "learning_rate"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val", "clip_grad"), "clip_norm"),
+    **dict.fromkeys(("adam_beta1", "adam_beta_1", "beta_1"), "beta1"),
+    **dict.fromkeys(("adam_beta2", "adam_beta_2", "beta_2"), "beta2"),
+    **dict.fromkeys(("adam_eps", "adam_epsilon", "epsilon"), "eps"),
+}
+"""Hyperparameters by the usual names of other tools for the same value."""
+_OTHER = {
+    **dict.fromkeys(
+        ("weight_decay", "wd"), "weight_decay_tau, which is batch_tokens / (rate · weight decay · tokens of the run)"
+    ),
+    **dict.fromkeys(("batch_size", "bs", "global_batch_size"), "batch_tokens, in tokens"),
+    **dict.fromkeys(("warmup", "warmup_steps", "warmup_ratio"), "warmup_fraction, a share of the run's tokens"),
+}
+"""Hyperparameters with another meaning or unit that replace the usual ones of other tools."""
 MOST_STEPS = 64  # of a quantised range whose values are listed
 TAILS = 4.0
 """Standard deviations at which a normal distribution is cut off, since a space has bounds (assumed)."""
@@ -46,8 +60,11 @@ class ImportedSpace:
         found = []
         for name in self.space:
             if name not in names:
-                near = [_USUAL[name]] if name in _USUAL else difflib.get_close_matches(name, names, n=1)
-                found.append(f"{name} is not a hyperparameter here" + (f": --rename {name}={near[0]}?" if near else ""))
+                near = [_SAME[name]] if name in _SAME else difflib.get_close_matches(name, names, n=1)
+                remedy = f": --rename {name}={near[0]}?" if near else ""
+                if name in _OTHER:
+                    remedy = f"; search {_OTHER[name]}"
+                found.append(f"{name} is not a hyperparameter here{remedy}")
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,7 +146,7 @@ def stepped(low: float, high: float, step: float, otherwise: Distribution) -> tu
     count = int((high - low) / step + 1e-9) + 1
     if count > MOST_STEPS:
         return otherwise, f"its steps of {step:g} are left out, as there are {count}"
-    values = [low + step * k for k in range(count)]
+    values = [float(Decimal(str(low)) + k * Decimal(str(step))) for k in range(count)]
     if all(float(v).is_integer() for v in (low, step)):
         values = [round(v) for v in values]
     if len(values) < 2:

@@ -6,8 +6,10 @@ records with the sweep that they were used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -122,7 +124,7 @@ def _values(
         LogUniform: lambda v: isinstance(v, int | float) and v > 0,
         Integer: lambda v: isinstance(v, int | float) and float(v).is_integer(),
         Choice: lambda v: v in distribution.values,  # type: ignore[attr-defined]
-        Ordinal: lambda v: v in distribution.values,  # type: ignore[attr-defined]
+        Ordinal: lambda v: _listed(v, distribution.values) is not None,  # type: ignore[attr-defined]
     }
     rule = rules.get(type(distribution))
     if rule is None:
@@ -137,8 +139,18 @@ def _values(
                 f"sweep: {source}: {name}: must be a value for {distribution.kind} {distribution}, though it may lie "
                 f"beyond its bounds; got {value!r} in row {row}"
             )
-    read = round if isinstance(distribution, Integer) else lambda value: value
+    read: Callable[[Any], Any] = round if isinstance(distribution, Integer) else lambda value: value
+    if isinstance(distribution, Ordinal):
+        read = partial(_listed, offered=distribution.values)
     return [read(value) if there else None for value, there in zip(values, active, strict=True)]
+
+
+def _listed(value: Any, offered: Sequence[Any]) -> Any:
+    """Return the offered value that this one is, whatever its last digits; None if there is none."""
+    if value in offered or not isinstance(value, int | float):
+        return value if value in offered else None
+    numbers = (one for one in offered if isinstance(one, int | float))
+    return next((one for one in numbers if math.isclose(one, value, rel_tol=1e-9)), None)
 
 
 def _positive(source: Path, table: pd.DataFrame, name: str, *, or_nan: bool = False) -> np.ndarray[Any, Any]:

@@ -18,6 +18,7 @@ from muscale.secrets import redacted
 
 WANDB = "wandb:"  # prefix of the name of a Weights & Biases run
 _LOSSES = {"loss": "val_loss", "val_loss": "val_loss", "train_loss": "train_loss"}  # meaning of each column
+_COUNTERS = ("tokens", "step", "_step")
 
 Row = dict[str, float]
 """`tokens` or `step`, and `val_loss` (held-out), `train_loss` or both, in nats per token."""
@@ -31,7 +32,7 @@ class LossSource:
     Attributes:
         losses: A CSV file with a header line, a .jsonl file of objects such as a trainer's rows, a run `wandb:entity/project/run`,
             read through W&B's public API with the key in WANDB_API_KEY, or a DataFrame, in which NaN means "not logged".
-            The columns are `tokens` or `step`, and `loss` or `val_loss` (held-out), `train_loss` or both.
+            The columns are `tokens` or `step` (of W&B also `_step`), and `loss` or `val_loss` (held-out), `train_loss` or both.
         tokens_column, loss_column: Other names of the columns; a name that ends in "step" counts steps.
         growing: Whether the file is still being written; an incomplete last line is left for later.
     """
@@ -89,22 +90,26 @@ class LossSource:
         return list(names), records
 
     def _read_wandb(self) -> _Records:
-        """Read the keys that the run logged; `_step` is W&B's own step count."""
+        """Read what the run logged. If a loss was logged without its tokens or step, W&B's own step count, `_step`, is read."""
         if not os.environ.get("WANDB_API_KEY"):
             raise StageError(f"watch: {self.name}: WANDB_API_KEY is not set; it must hold a key of Weights & Biases")
         import wandb
 
-        columns = [self.tokens_column or "tokens", self.loss_column or "loss"]
         try:
             run = wandb.Api().run(self.name.removeprefix(WANDB))
-            return columns, _numbered([dict(row) for row in run.scan_history(keys=columns)])
+            logged = [dict(row) for row in run.scan_history()]
         except Exception as error:  # wandb also raises errors of its transport
             reason = redacted(f"{type(error).__name__}: {error}")
             raise StageError(f"watch: {self.name}: {reason}") from error
+        losses = [self.loss_column] if self.loss_column else list(_LOSSES)
+        counted = [row for row in logged if any(row.get(name) is not None for name in losses)]
+        names = dict.fromkeys(key for row in logged for key in row)
+        partly = {name for name in _COUNTERS if any(row.get(name) is None for row in counted)}
+        return [name for name in names if name not in partly], _numbered(logged)
 
     def _rows(self, columns: list[str], records: list[tuple[str, dict[Any, Any]]]) -> list[Row]:
         """Convert records, whose values are numbers or texts, to rows."""
-        counter = self.tokens_column or next((name for name in ("tokens", "step") if name in columns), "tokens or step")
+        counter = self.tokens_column or next((name for name in _COUNTERS if name in columns), "tokens or step")
         if self.loss_column:
             losses = {self.loss_column: _LOSSES.get(self.loss_column, "val_loss")}
         else:
@@ -118,7 +123,7 @@ class LossSource:
             raise StageError(
                 f"watch: {self.name}: column {repeated[0]} must occur once, got {columns.count(repeated[0])} times"
             )
-        unit = "step" if counter.endswith("step") else "tokens"
+        unit = "step" if counter.lower().endswith("step") else "tokens"
         rows: list[Row] = []
         for place, record in records:
             at = f"{self.name}, {place}"

@@ -70,15 +70,17 @@ def sections_of_fit(fit: ScalingFit, plan: Mapping[str, Any] | None) -> list[Sec
         plan: From `Plan.to_dict`: forecast, compute_flops, and budget_flops, near and tolerance of the decision.
     """
     target = Forecast.from_dict(plan["forecast"]) if plan else None
-    against_compute = (
-        "Loss against compute",
-        "The runs, the best loss that the law gives for each budget, and the forecast with its interval.",
-        fit.plot_frontier(target),
-    )
     parameters = (
         "Uncertainty of the law's parameters",
         "Each point is a bootstrap refit. Where the points form a line, the runs determine only a combination of the two.",
         fit.plot_parameters(),
+    )
+    if not fit.has_forecast:  # the other figures show the mean of the forecast's fits
+        return [_whole(fit), _figure(*parameters), _profiles(fit)]
+    against_compute = (
+        "Loss against compute",
+        "The runs, the best loss that the law gives for each budget, and the forecast with its interval.",
+        fit.plot_frontier(target),
     )
     if fit.one_size is not None:  # no section about other sizes
         shown = [_whole(fit), _figure(*against_compute), _figure(*parameters)]
@@ -140,7 +142,7 @@ def _profiles(fit: ScalingFit) -> Section:
     results: list[str] = []
     drawings: tuple[Drawing, ...] = ()
     for name, called in _PROFILED.items():
-        if name == "params_exponent" and fit.law.params_exponent is None:
+        if fit.law.params_exponent is None if name == "params_exponent" else name not in fit.law.form.parameters:
             continue
         try:
             profile = fit.profile(name)

@@ -191,6 +191,7 @@ def moment(stamp: str) -> str:
 
 def count(value: float) -> str:
     """Format a large number in a few characters: 1.31 M, or 3.6e+15 beyond the named units."""
+    value = float(f"{value:.3g}")  # 999,600 is 1 M
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if unit <= value < 1000 * unit:
             return f"{value / unit:.3g} {name}"

@@ -90,7 +90,8 @@ class ProgramTrainer:
         _require_result(end, f"trainer at width {job.width}, depth {job.depth}", folder / OUTPUT)
         rows = {tokens: loss for tokens, loss in sorted(end.rows.items()) if tokens > segment.start}
         diverged = end.status is TrainerStatus.DIVERGED
-        step = max(rows, default=segment.start) // segment.recipe.batch_tokens
+        lost = [tokens for tokens, loss in rows.items() if not math.isfinite(loss)] or [*rows][-1:] or [segment.start]
+        step = lost[0] // segment.recipe.batch_tokens
         result = SegmentResult(
             state=None if diverged else self._state(folder / "state", numerics, segment),
             loss=end.loss,

@@ -11,14 +11,16 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from muscale import json_lines
 from muscale.errors import MuscaleError
+from muscale.progress import Update, silent
 from muscale.secrets import redacted
 from muscale.store.lineage import input_key
 from muscale.tracking.tracked import Row, TrackedRun, Tracker
@@ -72,6 +74,32 @@ class Sent:
             self._take(record)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Synced:
+    """Report on what a pass sent.
+
+    Attributes:
+        updated: Number of updates of runs by tracker.
+        failed: Reason by tracker that failed; the next pass sends what it lacks.
+        folder: Folder of local files.
+    """
+
+    updated: Mapping[str, int]
+    failed: Mapping[str, str]
+    folder: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"updated": dict(self.updated), "failed": dict(self.failed), "folder": str(self.folder)}
+
+    def __str__(self) -> str:
+        if not self.updated:
+            return "sync: no tracker is configured; set tracking.wandb, tensorboard or mlflow"
+        given = ", ".join(f"{place} {n}" for place, n in self.updated.items())
+        lines = [f"sync: updated runs: {given}; local files in {self.folder}"]
+        return "\n".join(lines + [f"sync: {reason}; run it again to send the rest" for reason in self.failed.values()])
+
+
 class Mirror:
     """Trackers, each with a record of what it was sent."""
 
@@ -81,7 +109,7 @@ class Mirror:
         self._sent: dict[str, Sent] = {}
         self._rests: dict[str, tuple[float, float]] = {}  # by name: end of the pause, and length of the next pause
         self._lock = threading.Lock()
-        self._reported: set[str] = set()
+        self._reported: dict[str, str] = {}
         self._given: Counter[str] = Counter()  # by name: number of updates of runs that the tracker was sent
 
     @contextmanager
@@ -114,13 +142,15 @@ class Mirror:
             if thread.is_alive():
                 self._tell("slow", f"not done after {PATIENCE_SECONDS:.0f} s; no longer waiting for it")
 
-    def __str__(self) -> str:
-        if not self._trackers:
-            return "sync: no tracker is configured; set tracking.wandb, tensorboard or mlflow"
-        given = ", ".join(f"{tracker.place} {self._given.get(tracker.name, 0)}" for tracker in self._trackers)
-        return f"sync: updated runs: {given}; local files in {self._folder}"
+    def send(self, source: Source, update: Update = silent) -> Synced:
+        """Send every tracker what is new in these runs, however long that takes."""
+        if self._trackers:
+            self.bring_up(source, update)
+            self._close()
+        updated = {tracker.place: self._given[tracker.name] for tracker in self._trackers}
+        return Synced(updated=updated, failed=self._reported, folder=self._folder)
 
-    def bring_up(self, source: Source) -> None:
+    def bring_up(self, source: Source, update: Update = silent) -> None:
         """Send every tracker what is new in these runs."""
         with self._lock:
             try:
@@ -128,9 +158,10 @@ class Mirror:
             except (MuscaleError, OSError) as error:  # the ledger may be unreachable; training matters more
                 self._tell("source", f"the study can't be read: {error}")
                 return
-            for run in runs:
+            for number, run in enumerate(runs, start=1):
                 for tracker in self._trackers:
                     self._give(tracker, run)
+                update(number, len(runs), run.name)
 
     def _give(self, tracker: Tracker[Any], run: TrackedRun) -> None:
         if tracker.name in self._rests and time.monotonic() < self._rests[tracker.name][0]:
@@ -174,9 +205,8 @@ class Mirror:
     def _tell(self, about: str, text: str) -> None:
         """Log a warning once for each subject."""
         if about not in self._reported:
-            self._reported.add(about)
-            line = redacted(" ".join(text.split()))
-            _log.warning("tracking: %s; work continues, and `muscale sync` sends the missing results", line)
+            self._reported[about] = line = redacted(" ".join(text.split()))
+            _log.warning("tracking: %s; `muscale sync` sends the missing results", line)
 
 
 def _plain(values: object) -> object:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from muscale.tracking.tracked import Row, TrackedRun, Tracker, flat
@@ -39,10 +42,12 @@ class MlflowTracker(Tracker[tuple[Any, str]]):
         if known:
             found: str = known[0].info.run_id
             client.update_run(found, status="RUNNING")
-            return client, found
-        tags = {KEY: run.key, GROUP: run.group, "kind": run.kind}
-        found = client.create_run(self._experiment_id, run_name=run.name, tags=tags).info.run_id
-        params = [Param(name, str(value)[:_LONGEST]) for name, value in flat(run.config).items()]
+        else:
+            tags = {KEY: run.key, GROUP: run.group, "kind": run.kind}
+            found = client.create_run(self._experiment_id, run_name=run.name, tags=tags).info.run_id
+        sent = known[0].data.params if known else {}  # not all of them, if a request failed
+        values = {name: str(value)[:_LONGEST] for name, value in flat(run.config).items()}
+        params = [Param(name, value) for name, value in values.items() if name not in sent]
         for first in range(0, len(params), _PARAMETERS):
             client.log_batch(found, params=params[first : first + _PARAMETERS])
         return client, found
@@ -69,7 +74,8 @@ class MlflowTracker(Tracker[tuple[Any, str]]):
         from mlflow.entities import Metric
 
         client, found = opened
-        metrics = [Metric(name, value, 0, row.at) for row in rows for name, value in row.metrics.items()]
+        now = round(1000 * time.time())  # in milliseconds; rows have no time
+        metrics = [Metric(name, value, now, row.at) for row in rows for name, value in row.metrics.items()]
         for first in range(0, len(metrics), _METRICS):
             client.log_batch(found, metrics=metrics[first : first + _METRICS])
 
@@ -80,7 +86,8 @@ class MlflowTracker(Tracker[tuple[Any, str]]):
 
     def _attach(self, opened: tuple[Any, str], run: TrackedRun, name: str, path: Path) -> None:
         client, found = opened
-        client.log_artifact(found, str(path))
+        with TemporaryDirectory() as folder:  # an artifact has the name of its file
+            client.log_artifact(found, shutil.copyfile(path, Path(folder) / name))
 
     def _end(self, opened: tuple[Any, str], how: Literal["finished", "failed"] | None) -> None:
         client, found = opened

@@ -11,11 +11,12 @@ from typing import Any
 
 from muscale.errors import StudyFileError
 from muscale.layout import CORPUS, FULL_RUNS, TRACKING
+from muscale.progress import Update, silent
 from muscale.search.sweep import Sweep
 from muscale.settings.config import StudyConfig
 from muscale.settings.tables import TrackingSettings
 from muscale.store.ledger import Ledger
-from muscale.tracking.mirror import Mirror, Source
+from muscale.tracking.mirror import Mirror, Source, Synced
 from muscale.tracking.mlflow_tracker import MlflowTracker
 from muscale.tracking.run_sources import FullRunSource, ladder_runs, trials, whole_study
 from muscale.tracking.tensorboard_tracker import TensorBoardTracker
@@ -47,21 +48,23 @@ class Tracking:
         """Show the full run of a plan, given by key, during the block, which trains it, and the study at its end."""
         return self._mirror.following(self._full_run(plan), self._whole)
 
-    def sync(self) -> str:
-        """Send the trackers everything that is new to them, and report what was sent; trains nothing."""
-
-        def everything() -> Iterator[TrackedRun]:
-            corpus = self._ledger.directory / CORPUS
-            if (corpus / MANIFEST).exists():  # otherwise nothing was searched yet
-                yield from self._trials(Sweep.of(self._config, self._ledger, Corpus.open(corpus)))()
-            yield from ladder_runs(self._config, self._ledger)
-            for folder in sorted((self._ledger.directory / FULL_RUNS).glob("*")):
-                yield from self._full_run(folder.name)()
-            yield from self._whole()
-
-        with self._mirror.following(lambda: (), everything):
+    def finish(self) -> None:
+        """Send the trackers everything that is new to them, as long as the end of a stage waits for it."""
+        with self._mirror.following(lambda: (), self._everything):
             pass
-        return str(self._mirror)
+
+    def sync(self, update: Update = silent) -> Synced:
+        """Send the trackers everything that is new to them, and report what was sent; trains nothing."""
+        return self._mirror.send(self._everything, update)
+
+    def _everything(self) -> Iterator[TrackedRun]:
+        corpus = self._ledger.directory / CORPUS
+        if (corpus / MANIFEST).exists():  # otherwise nothing was searched yet
+            yield from self._trials(Sweep.of(self._config, self._ledger, Corpus.open(corpus)))()
+        yield from ladder_runs(self._config, self._ledger)
+        for folder in sorted((self._ledger.directory / FULL_RUNS).glob("*")):
+            yield from self._full_run(folder.name)()
+        yield from self._whole()
 
     def _trials(self, sweep: Sweep) -> Source:
         return partial(trials, sweep) if self._config.tracking.trials else lambda: ()

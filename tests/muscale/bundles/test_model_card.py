@@ -11,6 +11,7 @@ from muscale.full_runs.amend.parent import LineageSegment
 from muscale.full_runs.amend.train import Amended, Losses
 from muscale.full_runs.records.events import Event
 from muscale.full_runs.records.goodput import Goodput
+from proxy_models.architecture.config import as_decoder
 from proxy_models.data.corpus import Corpus
 from proxy_models.evaluation.measure import Score
 from proxy_models.training.numerics import Numerics
@@ -31,8 +32,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def card(corpus: Corpus, **known: Any) -> str:
+    model = known.get("plan", PLAN).model
     numerics = Numerics(
-        model=PLAN.model, base=PLAN.model, corpus_key=corpus.key, seed=5, evaluation_tokens=2048, precision="bf16"
+        model=model, base=model, corpus_key=corpus.key, seed=5, evaluation_tokens=2048, precision="bf16"
     )
     values = {"name": "study", "plan": PLAN, "promotion": PROMOTION, "lineage": LINEAGE, "averaging": None, **known}
     return model_card(numerics=numerics, corpus=corpus, **values)
@@ -109,6 +111,22 @@ def test_the_variants_that_are_on_are_named(corpus: Corpus) -> None:
     text = card(corpus)
     assert "4 heads of 16, 2 for keys and values" in text
     assert "positions rotary, norm of queries and keys, tied table |" in text
+
+
+def test_a_mixture_has_its_experts_and_an_export_only_if_a_layout_holds_it(corpus: Corpus) -> None:
+    mixture = replace(
+        as_decoder(PLAN.model), d_model=64, mlp_ratio=2.0, n_experts=8, expert_ratio=0.5, n_shared_experts=1
+    )
+    glm = card(corpus, plan=replace(PLAN, model=replace(mixture, tied=False, first_dense_layers=1)))
+    assert "MLP of 128 in the first 1 blocks |" in glm
+    assert (
+        "| experts | 8 of width 32 in a block, 2 of them for a token by sigmoid scores, and 1 for every token;" in glm
+    )
+    assert "--to llama" in glm
+    softmax = card(corpus, plan=replace(PLAN, model=replace(mixture, n_shared_experts=0, router_scores="softmax")))
+    assert "MLP of" not in softmax
+    assert "--to llama" not in softmax
+    assert "model.balance_rate must be 0" in softmax
 
 
 def test_events_have_a_section_where_there_were_any(corpus: Corpus) -> None:

@@ -237,6 +237,19 @@ def test_inactive_cells_of_a_conditional_space_are_not_looked_at(tmp_path: Path)
         assert found["loss"].tolist() == [2.9, 2.88, 2.87]
 
 
+def test_results_of_steps_are_those_of_the_imported_space(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.db"
+    study = optuna.create_study(storage=storage(path), sampler=optuna.samplers.RandomSampler(seed=0))
+    study.optimize(lambda trial: 1 + trial.suggest_float("init_scale", 0.1, 1.3, step=0.1), n_trials=20)
+    study._storage.remove_session()
+    space = import_space(str(path)).space
+    tenths = tuple(n / 10 for n in range(1, 14))
+    assert space["init_scale"] == Ordinal(values=tenths)
+    found = outside_results(path, space, n_params=1000, n_tokens=1000)
+    assert len(found) == 20
+    assert set(found["init_scale"]) <= set(tenths)
+
+
 def test_a_study_that_maximises_informs_no_searcher(tmp_path: Path) -> None:
     for direction in ("maximize", "minimize"):
         study = optuna.create_study(storage=f"sqlite:///{tmp_path / direction}.db", direction=direction)

@@ -68,6 +68,18 @@ def test_a_page_has_the_decision_the_backtest_and_the_next_runs(tmp_path: Path) 
             app(refused, result_action="return_value")
 
 
+@pytest.mark.parametrize("form", ["tied", "joint", "kaplan", "repeated"])
+def test_every_form_has_a_page(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, page = tmp_path / "ladder.csv", tmp_path / "page.html"
+    rows = ladder()
+    epochs = {"unique_tokens": rows["n_tokens"] / (1 + np.arange(len(rows)) % 4)} if form == "repeated" else {}
+    rows.assign(**epochs).to_csv(path, index=False)
+    arguments = ["fit", "--runs", str(path), "--n-params", "total", "--form", form, "--html", str(page)]
+    assert app(arguments, result_action="return_value") == 0
+    assert "alpha" in capsys.readouterr().out
+    assert "The law and its data</h2>" in page.read_text()
+
+
 def test_runs_of_one_size_keep_it_and_their_page_has_no_section_of_other_sizes(tmp_path: Path) -> None:
     path, page = tmp_path / "ladder.csv", tmp_path / "page.html"
     tokens = np.geomspace(1e8, 2e9, 7)

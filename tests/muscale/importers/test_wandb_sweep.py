@@ -140,6 +140,11 @@ def test_unknown_names_are_reported_with_the_closest_known_one(tmp_path: Path) -
     assert [note.endswith("--rename learning_rte=learning_rate?") for note in found.unknown] == [True]
     short = import_space(write(tmp_path, "method: random\nparameters: {lr: {min: 0.1, max: 0.2}}"))
     assert short.unknown[0].endswith("--rename lr=learning_rate?")
+    usual = "weight_decay: {min: 0.1, max: 0.2}, batch_size: {values: [8, 16]}, warmup_steps: {values: [8, 16]}"
+    other = import_space(write(tmp_path, f"method: random\nparameters: {{{usual}}}")).unknown
+    for note, name in zip(other, ("weight_decay_tau", "batch_tokens", "warmup_fraction"), strict=True):
+        assert name in note
+        assert "--rename" not in note, "it has another meaning or unit"
     nested = import_space(
         write(tmp_path, "method: grid\nparameters: {optim: {parameters: {beta1: {values: [0.8, 0.9]}}}}"),
         ["optim.beta1=beta1"],

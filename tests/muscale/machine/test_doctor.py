@@ -49,6 +49,24 @@ def test_a_machine_that_runs_the_tests_is_well(make_study: MakeStudy, capfd: pyt
     assert sorted(path.parent.rglob("*")) == before, "it leaves nothing behind"
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["--job", "job.json"], "--job"),
+        (["--out", "file.json"], "--out"),
+        (["--gpu", "--trainer", "x"], "--trainer"),
+        (["--gpu", "study.toml"], "study.toml"),
+        (["--trainer", "x", "study.toml"], "study.toml"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    words: list[str], option: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = muscale(capfd, "doctor", *words)
+    assert done.code == 2
+    assert option in done.err
+
+
 def test_workers_that_do_not_meet_are_ended_and_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = time.monotonic()
     late = shake_hands(patience=0.2)

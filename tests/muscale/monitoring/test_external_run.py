@@ -214,6 +214,54 @@ def test_weights_and_biases_wants_its_key(monkeypatch: pytest.MonkeyPatch) -> No
         LossSource(losses="wandb:entity/project/run").read()
 
 
+class LoggedRun:
+    """A run of Weights & Biases, with W&B's own step count in each row."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def scan_history(self) -> list[dict[str, Any]]:
+        return [{"_step": at, "_timestamp": 1.0, **row} for at, row in enumerate(self._rows)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([{"train_loss": 3.0}, {"val_loss": 2.5}], [{"step": 0, "train_loss": 3.0}, {"step": 1, "val_loss": 2.5}]),
+        (
+            [{"train_loss": 3.0, "tokens": 64, "lr": 1}, {"lr": 2}, {"val_loss": "NaN", "tokens": 128}],
+            [{"tokens": 64, "train_loss": 3.0}, {"tokens": 128, "val_loss": math.nan}],
+        ),
+        (
+            [{"train_loss": 3.0, "tokens": 64}, {"val_loss": 2.5}],
+            [{"step": 0, "train_loss": 3.0}, {"step": 1, "val_loss": 2.5}],
+        ),
+    ],
+)
+def test_the_usual_keys_of_weights_and_biases_are_read(
+    rows: list[dict[str, Any]], expected: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    class Api:
+        def run(self, path: str) -> LoggedRun:
+            assert path == "entity/project/run"
+            return LoggedRun(rows)
+
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setattr(wandb, "Api", Api)
+    found = LossSource(losses="wandb:entity/project/run").read()
+    assert [pytest.approx(row, nan_ok=True) for row in expected] == found
+    with pytest.raises(StageError, match="perplexity"):
+        LossSource(losses="wandb:entity/project/run", loss_column="perplexity").read()
+
+
+def test_a_column_of_steps_counts_steps_whatever_its_capitals(tmp_path: Path) -> None:
+    path = tmp_path / "losses.csv"
+    path.write_text("Step,loss\n10,2.5\n")
+    assert LossSource(losses=path, tokens_column="Step").read() == [{"step": 10.0, "val_loss": 2.5}]
+
+
 def test_the_command_follows_a_growing_file_to_its_end(
     elsewhere: Elsewhere, capsys: pytest.CaptureFixture[str]
 ) -> None:

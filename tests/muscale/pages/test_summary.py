@@ -97,8 +97,10 @@ def test_a_run_outside_its_interval_and_a_bundle_stand_in_the_lineage() -> None:
 
 
 def test_large_numbers_are_short() -> None:
-    assert [count(n) for n in (12, 117_056, 5_126_144, 7e9, 1.5e13, 1e16)] == [
+    assert [count(n) for n in (12, 999.6, 999_600, 117_056, 5_126_144, 7e9, 1.5e13, 1e16)] == [
         "12",
+        "1 k",
+        "1 M",
         "117 k",
         "5.13 M",
         "7 B",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 BATCH = 64
 FAILS_ONCE = """
 import sys
+from contextlib import closing
 from pathlib import Path
 if "--describe" not in sys.argv and not Path("failed").exists():
     import threading, os, time
@@ -54,9 +57,12 @@ if "--describe" not in sys.argv and not Path("failed").exists():
 class Trained:
     """A study's folder with a program, and a worker for it."""
 
-    def __init__(self, folder: Path, before: str = "") -> None:
+    def __init__(self, folder: Path, before: str = "", *, stops: bool = True) -> None:
         folder.mkdir()
-        (folder / "train.py").write_text(before + (DOCS / "own_metric.py").read_text())
+        program = before + (DOCS / "own_metric.py").read_text()
+        (folder / "train.py").write_text(
+            program if stops else program.replace("            break\n", "            pass\n")
+        )
         words = (sys.executable, "train.py", "--config", "{config}", "--state", "{state}")
         self.program = Program(command=shlex.join(words), digest=digest_of(words, folder))
         self.program.allow(folder)
@@ -118,6 +124,18 @@ def test_a_divergence_is_recorded_and_never_a_loss(trained: Trained) -> None:
     assert trained.ledger.outcome(trained.chain(136, 160, rate=100.0)) == outcome, "a longer run of it is not tried"
 
 
+def test_a_program_that_goes_on_after_a_divergence_diverged_at_its_first_row_without_a_loss(
+    trained: Trained, tmp_path: Path
+) -> None:
+    steps = []
+    for case in (trained, Trained(tmp_path / "on", stops=False)):
+        assert case.worker.reach(case.chain(80, 96, rate=100.0)).diverged
+        with closing(sqlite3.connect(case.folder / LEDGER)) as database:
+            ((step,),) = database.execute("SELECT diverged_at_step FROM segments").fetchall()
+        steps.append(step)
+    assert 0 < steps[0] == steps[1] < 20
+
+
 def test_the_command_is_part_of_every_key(trained: Trained, tmp_path: Path) -> None:
     other = Trained(tmp_path / "other", before="# another file\n")
     assert other.chain(80, 96).key != trained.chain(80, 96).key
@@ -155,6 +173,7 @@ def test_a_state_is_its_files_and_none_lies_outside(tmp_path: Path) -> None:
 
 SLEEPS = "import sys, time\nif '--describe' not in sys.argv:\n    print('loading', flush=True)\n    time.sleep(60)\n"
 NO_ROW = """import sys
+from contextlib import closing
 from pathlib import Path
 if "--describe" not in sys.argv:
     (Path(sys.argv[4]) / "rows.jsonl").write_text("loss: 3\\n")
