@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from muscale.plans.next_stems import NextStems, choose
 from muscale.plans.plan import Plan, as_registered
 from muscale.plans.planning import Planner
 from muscale.proxies import ladder, transfer
+from muscale.proxies.expert_axes import NO_LAWS, AxisLaws
 from muscale.proxies.ladder_stages import stage_law
 from muscale.proxies.study_check import known_check
 from muscale.search.sweep import Sweep
@@ -30,7 +31,7 @@ from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import MANIFEST
 from proxy_models.training.numerics import Numerics
-from scaling import AxisLaw, HorizonLaw, ScalingError, ScalingFit, StageLaw, Verdict
+from scaling import HorizonLaw, ScalingError, ScalingFit, StageLaw, Verdict
 
 if TYPE_CHECKING:
     from proxy_models.coordinates.check import CoordinateCheck
@@ -169,13 +170,13 @@ class Stages:
             self.horizon(),
             self.numerics,
             ladder.ladder_models(config),
-            self._axis_laws(config),
+            self.ladder_laws,
         )
 
     def ladder_jobs(self) -> list[Job]:
         """The ladder's runs, trained or not; raises StageError like `horizon`."""
         config = self._contents.config
-        return ladder.ladder_jobs(config, self.numerics, self.sweep().best, self.horizon(), self._axis_laws(config))
+        return ladder.ladder_jobs(config, self.numerics, self.sweep().best, self.horizon(), self.ladder_laws)
 
     def fit(self) -> ScalingFit:
         """The law L(N, D) of the ladder; raises StageError like `ladder`, or if no law can be fitted."""
@@ -223,11 +224,26 @@ class Stages:
         ).plan()
         return as_registered(plan, self._contents.ledger)
 
-    def _axis_laws(self, config: StudyConfig) -> Mapping[str, AxisLaw | str]:
-        """Laws of the rate along axes of experts; none if all runs have the base's experts."""
-        shapes = (*config.ladder.stems, *config.plan.shapes)
-        other_experts = any(shape.n_experts for shape in shapes) or {*CARRIED_EXPERTS} & config.plan.explicit.keys()
-        return self.widest_transfer().axis_laws if other_experts else {}
+    @property
+    def ladder_laws(self) -> AxisLaws:
+        """Laws of the rate along axes of experts by the grids of [transfer]; none if all of the ladder has the base's experts.
+
+        Larger grids move no rate of the ladder, whose finished runs would then count no more.
+        """
+        return self.transfer().axis_laws if self._several_mixtures else NO_LAWS
+
+    @property
+    def _several_mixtures(self) -> bool:
+        return any(stem.n_experts for stem in self._contents.config.ladder.stems)
+
+    def _axis_laws(self, config: StudyConfig) -> AxisLaws:
+        """Laws of the full run's rate: the ladder's if it has several mixtures, otherwise those of the largest finished grids."""
+        if self._several_mixtures:
+            return self.ladder_laws
+        named = any(shape.n_experts for shape in config.plan.shapes)
+        return (
+            self.widest_transfer().axis_laws if named or {*CARRIED_EXPERTS} & config.plan.explicit.keys() else NO_LAWS
+        )
 
     def _finished_sweep(self) -> SweepResult:
         ledger = self._contents.ledger

@@ -830,7 +830,14 @@ class Study(Result):
             self._display.line(f"tracing the memory of {plan.model}")
         leaks = known_leaks(config, self.ledger, self.corpus)
         seen = dry_run(
-            plan, config, self.corpus, check=check, leaks=leaks, verdict=self._gate_verdict, directory=self.directory
+            plan,
+            config,
+            self.corpus,
+            check=check,
+            leaks=leaks,
+            verdict=self._gate_verdict,
+            ladder_laws=self._stages.ladder_laws,
+            directory=self.directory,
         )
         return replace(seen, gate=seen.gate.completed(self.contents.commands))
 

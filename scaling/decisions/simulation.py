@@ -20,6 +20,7 @@ from scaling.checks import numbers, require_columns
 from scaling.decisions.accelerators import require_positive
 from scaling.fits.fitting import fit
 from scaling.fits.support import unsupported
+from scaling.forms.expert_law import SPARSITY, MixtureOfExperts
 from scaling.forms.law import Law, compute_flops
 from scaling.presentation import Result, counted, lines
 
@@ -117,16 +118,18 @@ def simulate(
     level: float = 0.9,
     n_trials: int = 40,
     seed: int = 0,
+    **columns: float,
 ) -> Simulation:
     """Draw the losses of a design many times, and forecast the target from each.
 
     Args:
-        design: a row per run: `n_params`, `n_tokens`; optional `stem` (runs branched from one training share it) and
-            `cost_flops` (6·N·D otherwise).
-        law: the planted surface, of any form in N and D.
+        design: a row per run: `n_params`, `n_tokens`, under a law of experts `sparsity`; optional `stem` (runs branched from one
+            training share it) and `cost_flops` (6·N·D otherwise).
+        law: the planted surface, of any form in N and D, or of experts.
         noise: standard deviation of a run's log loss from seed to seed; large runs have .00015–.0006, small runs more.
         stem_noise: standard deviation of the noise in log loss that the runs of a stem share.
         n_trials: number of draws; each takes as long as a fit and a forecast.
+        columns: the target's sparsity, under a law of experts.
 
     Raises:
         ValueError: an argument breaks its rule, or the design can't be fitted.
@@ -141,17 +144,27 @@ def simulate(
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
     if n_trials < 2:
         raise ValueError(f"n_trials must be at least 2, got {n_trials}")
-    if {*law.form.columns} != {"n_params", "n_tokens"}:
+    further = law.form.columns[2:]
+    if law.form.columns[:2] != ("n_params", "n_tokens") or further not in ((), (SPARSITY,)):
         raise ValueError(
-            f"law must be a function of n_params and n_tokens, got {law.form.name} of {', '.join(law.form.columns)}"
+            f"law must be a function of n_params and n_tokens, or of these and sparsity, got {law.form.name} of "
+            f"{', '.join(law.form.columns)}"
         )
-    runs = pd.DataFrame({"n_params": size, "n_tokens": tokens}).assign(
+    if {*columns} != {*further} or (SPARSITY in design) != bool(further):
+        needed = "the law's sparsity" if further else "no sparsity, as the law has none"
+        raise ValueError(
+            f"design and target must have {needed}, got {', '.join(design.columns)} and {columns or 'none'}"
+        )
+    require_columns(design, further)
+    of_runs = {name: numbers(design, name) for name in further}
+    runs = pd.DataFrame({"n_params": size, "n_tokens": tokens, **of_runs}).assign(
         stem=design["stem"].to_numpy() if "stem" in design else np.arange(len(design)), cost_flops=cost
     )
     stems = pd.factorize(runs["stem"])[0]
     flops = float(compute_flops(n_params, n_tokens))
-    best_size = law.allocate(flops).n_params
-    expected, truth = np.log(law.loss(size, tokens)), float(law.loss(n_params, n_tokens))
+    best_size = law.allocate(flops, **columns).n_params
+    expected, truth = np.log(law.loss(size, tokens, **of_runs)), float(law.loss(n_params, n_tokens, **columns))
+    form = MixtureOfExperts() if further else None
     generator = np.random.default_rng(seed)
     records: list[dict[str, float]] = []
     reasons: dict[str, list[str]] = {}  # by their short names
@@ -159,8 +172,8 @@ def simulate(
         shared = stem_noise * generator.standard_normal(stems.max() + 1)[stems]
         drawn = runs.assign(loss=np.exp(expected + shared + noise * generator.standard_normal(len(runs))))
         # Few draws suffice: the forecast's fits are drawn separately, and the law's draws are not used.
-        fitted = fit(drawn, n_params_convention="as planned", n_bootstrap=20)
-        forecast = fitted.forecast(n_params, n_tokens, level)
+        fitted = fit(drawn, n_params_convention="as planned", n_bootstrap=20, form=form)
+        forecast = fitted.forecast(n_params, n_tokens, level, **columns)
         records.append(
             {
                 "loss": forecast.loss,
@@ -168,10 +181,10 @@ def simulate(
                 "width": (forecast.high - forecast.low) / forecast.loss,
                 "held": forecast.low <= truth <= forecast.high,
                 "supported": forecast.supported,
-                "size_error": math.log(fitted.best_law.allocate(flops).n_params / best_size),
+                "size_error": math.log(fitted.best_law.allocate(flops, **columns).n_params / best_size),
             }
         )
-        for name, sentence in unsupported(fitted.rows, fitted.ensemble, n_params, n_tokens).items():
+        for name, sentence in unsupported(fitted.rows, fitted.ensemble, n_params, n_tokens, **columns).items():
             reasons.setdefault(name, []).append(sentence)
     return Simulation(
         design=runs,

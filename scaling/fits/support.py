@@ -35,6 +35,9 @@ LEAST_FLOOR = 0.4
 87 % of 188 from .3 to .4 and 93 % of 162 above (`tests/benchmarks/low_floor.py`)."""
 SPARSITY_MARGIN = 1.25
 """Largest factor of sparsity beyond the range that two runs reach: equal experts give sizes sparsities that differ by up to 1.3."""
+NEARLY_ONE_SIZE = 1.5
+"""Factor between the smallest and the largest N up to which runs say nothing of sizes further away. Mixtures of one width differ in N
+by their routers (assumed)."""
 ONE_LENGTH = 0.05
 """Relative difference of tokens within which a target has the one length of all runs (assumed)."""
 MIN_RUNS_ONE_SIZE = 4
@@ -134,6 +137,12 @@ def _of_target(rows: pd.DataFrame, n_params: float, n_tokens: float) -> dict[str
         )
     if flops < low:
         found["below"] = f"{flops:.3g} FLOPs lie below the second smallest run's {low:.3g}: tested upwards only"
+    low, high = float(rows["n_params"].min()), float(rows["n_params"].max())
+    if high < NEARLY_ONE_SIZE * low and not low / NEARLY_ONE_SIZE <= n_params <= high * NEARLY_ONE_SIZE:
+        found["sizes"] = (
+            f"{n_params:.4g} parameters: all runs have {low:.4g} to {high:.4g}, so they say next to nothing of other sizes; add runs "
+            "of other widths or depths"
+        )
     low, high = _within_two(rows["n_tokens"] / rows["n_params"])
     ratio = n_tokens / n_params
     if not low / RATIO_MARGIN <= ratio <= high * RATIO_MARGIN:

@@ -28,6 +28,8 @@ FLOPS_PER_PARAM_SERVED = 2.0
 QUANTITIES = ("n_params", "n_tokens", "tokens_per_param", "total_flops", "loss")
 UNIQUE = "unique_tokens"
 """Column of the forms that model repeated tokens."""
+SAME_SIZE = 1.25
+"""Factor within which the N of mixtures count as one size: routers of many experts add to N at small widths (assumed)."""
 LEAST_FLOPS, MOST_FLOPS = 1e6, 1e60
 """Bounds between which the budget for a loss is sought."""
 _GRID, _FINE, _ROUNDS, _HALVINGS = 65, 9, 12, 50
@@ -145,7 +147,10 @@ class Spending:
         return table
 
     def at_ratio(self, tokens_per_param: float, budget: float) -> "Spending":
-        """The spending with N fixed to the largest with `tokens_per_param` within the limits, or to the nearest of `sizes`."""
+        """The spending with N fixed to the largest with `tokens_per_param` within the limits, or to the nearest of `sizes`.
+
+        Of sizes with their own sparsities all stay that are as large as the nearest one.
+        """
         serving, training = self.served_flops_per_param, FLOPS_PER_PARAM_TOKEN * tokens_per_param
         size = (math.sqrt(serving**2 + 4 * training * budget) - serving) / (
             2 * training
@@ -153,8 +158,9 @@ class Spending:
         of_data, of_time = self.max_tokens / tokens_per_param, math.sqrt(self.max_training_flops / training)
         size = min(size, self.max_active_params, of_data, of_time)
         if self.sizes is not None:
-            nearest = np.abs(np.log(self.sizes / size)).argmin()
-            kept = self.sizes == self.sizes[nearest]
+            nearest = self.sizes[np.abs(np.log(self.sizes / size)).argmin()]
+            alike = 1.0 if self.sparsities is None else SAME_SIZE
+            kept = np.abs(np.log(self.sizes / nearest)) <= math.log(alike)
             chosen = None if self.sparsities is None else self.sparsities[kept]
             return replace(self, sizes=self.sizes[kept], sparsities=chosen)
         return replace(self, sizes=np.array([size]), max_ratio=tokens_per_param)

@@ -159,6 +159,7 @@ def fit_mixture(
         deviations=np.column_stack(deviations),
         notes=table.notes,
         rows=table.rows,
+        weight_prefix=weight_prefix,
     )
 
 

@@ -82,6 +82,7 @@ def following_mixtures(
     wanted, points = search.objective, search.candidates(generator)
     mixtures = points[:CANDIDATES]
     sizes = fit.scales[list(fit.varying)].drop_duplicates(ignore_index=True) if fit.varying else pd.DataFrame(index=[0])
+    shared = {str(name): float(fit.scales[name].iloc[0]) for name in fit.scales if name not in fit.varying}
     number, size = (index.ravel() for index in np.meshgrid(range(len(mixtures)), range(len(sizes)), indexing="ij"))
     possible = fit.inputs(mixtures[number], sizes.iloc[size].reset_index(drop=True))
     flops = _flops(fit, sizes, size)
@@ -96,7 +97,7 @@ def following_mixtures(
         run = replace(possible, x=possible.x[[pick]], s=possible.s[[pick]])
         wanted = wanted.and_run(run)
         row = {f"weight_{name}": w for name, w in zip(fit.domains, mixtures[number[pick]], strict=True)}
-        row |= {str(name): float(x) for name, x in sizes.iloc[size[pick]].items()}
+        row |= shared | {str(name): float(x) for name, x in sizes.iloc[size[pick]].items()}
         row |= {"flops": float(flops[pick])} if _has_compute(fit) else {}
         row |= {"gain": max(float(gains[pick]), 0.0), "spread": float(wanted.deviation(points[:1], of_run=False)[0])}
         chosen.append(row)

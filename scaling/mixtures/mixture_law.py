@@ -13,7 +13,7 @@ import pandas as pd
 from scaling.arrays import Array
 from scaling.checks import numbers, positive
 from scaling.mixtures.domain_process import POWER, DomainProcess, Inputs, judged_rows
-from scaling.mixtures.table import LEAST_RUNS, SCALES, Weights, as_weights, require_known
+from scaling.mixtures.table import LEAST_RUNS, SCALES, WEIGHT, Weights, as_weights, require_known
 from scaling.serialization import JsonResult, TableLayout
 from scaling.threads import single_threaded
 
@@ -38,6 +38,7 @@ class MixtureLaw(JsonResult):
         expected, deviations: mean and standard deviation of g given the other runs, [judged, k], in the rows of `judged_rows`.
         notes: notes on rows of the table that were left out, and on columns that were read under another name.
         rows: the caller's names of the fitted rows, [n]; empty in laws that earlier versions saved.
+        weight_prefix: prefix of the fitted table's weights.
     """
 
     domains: tuple[str, ...]
@@ -50,6 +51,7 @@ class MixtureLaw(JsonResult):
     deviations: Array = field(repr=False)
     notes: tuple[str, ...] = ()
     rows: tuple[str, ...] = field(default=(), repr=False)
+    weight_prefix: str = WEIGHT
 
     @property
     def varying(self) -> tuple[str, ...]:
@@ -136,7 +138,7 @@ class MixtureLaw(JsonResult):
         Raises:
             ValueError: a domain is unknown, weights are negative or do not sum to 1, or the level or scale is invalid.
         """
-        mixtures = as_weights(weights, self.domains)
+        mixtures = as_weights(weights, self.domains, self.weight_prefix)
         scales = self._scales(weights if isinstance(weights, pd.DataFrame) else None, len(mixtures), n_params, n_tokens)
         reasons = ["; ".join(self.unsupported(scale)) for scale in scales.to_dict("records")]
         at = self.inputs(mixtures, scales)

@@ -124,14 +124,21 @@ def mixtures_of(rows: pd.DataFrame, domains: tuple[str, ...], prefix: str = "") 
     return np.asarray(weights / total[:, None])
 
 
-def as_weights(weights: Weights, domains: tuple[str, ...]) -> Array:
-    """Convert mixtures to an array in the law's order of domains, [mixtures, m]; raise ValueError like `mixtures_of`."""
+def as_weights(weights: Weights, domains: tuple[str, ...], prefix: str = WEIGHT) -> Array:
+    """Convert mixtures to an array in the law's order of domains, [mixtures, m]; raise ValueError like `mixtures_of`.
+
+    The columns of a table have this prefix, or else any one that all domains have.
+    """
     if isinstance(weights, pd.DataFrame):
         named = [str(name) for name in weights]
-        prefixes = (name.removesuffix(domains[0]) for name in named if name.endswith(domains[0]))
-        complete = (prefix for prefix in prefixes if {prefix + domain for domain in domains} <= {*named})
-        usual = WEIGHT if any(name.startswith(WEIGHT) for name in named) else ""
-        return mixtures_of(weights, domains, next(complete, usual))
+        prefixes = dict.fromkeys(name.removesuffix(domains[0]) for name in named if name.endswith(domains[0]))
+        complete = [each for each in prefixes if {each + domain for domain in domains} <= {*named}]
+        if prefix in complete or not complete:
+            complete = [prefix if any(name.startswith(prefix) for name in named) else ""]
+        if len(complete) > 1:
+            several = ", ".join(each + domains[0] for each in complete)
+            raise ValueError(f"the mixtures must have one column of weights for each domain, got {several}")
+        return mixtures_of(weights, domains, complete[0])
     if isinstance(weights, Mapping):
         require_known("weights", weights, domains)
         return mixtures_of(pd.DataFrame([dict.fromkeys(domains, 0.0) | dict(weights)]), domains)

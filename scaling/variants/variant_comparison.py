@@ -110,7 +110,7 @@ class VariantComparison(JsonResult):
         for row in table[table["diverged"] > 0].to_dict("records"):
             about[f"diverged: {row['variant']}"] = f"{row['diverged']} of {row['runs']} runs; not promoted"
         if self.baseline_diverged:
-            about[f"diverged: {self.baseline}"] = f"{self.baseline_diverged} runs; no variant is compared there"
+            about[f"diverged: {self.baseline}"] = f"{self.baseline_diverged} runs, which are left out"
         beyond = table[table["beyond"] > 0] if "beyond" in table else table[:0]  # not in results of earlier versions
         for row in beyond.to_dict("records"):
             about[f"left out: {row['variant']}"] = (

@@ -18,6 +18,8 @@ def draw_variants(band: pd.DataFrame, measured: pd.DataFrame, level: float) -> F
         level: probability of the intervals.
     """
     names = list(band["variant"].unique())
+    if not names:
+        return blank()
     figure = stacked(len(names), subplot_titles=names, shared_xaxes=True)
     for row, name in enumerate(names, start=1):
         place: dict[str, Any] = {"row": row, "col": 1, "showlegend": row == 1}

@@ -79,6 +79,10 @@ def test_what_needs_no_training(make_study: MakeStudy, tmp_path: Path, capfd: py
     assert [row["verdict"] for row in compared["table"]] == ["promote"]
     assert page.read_text().count('role="img"') == 2, "one look is no course"
     assert muscale(capfd, "compare", variants, "--html", tmp_path / "none" / "page.html").code == 2
+    far = tmp_path / "far.csv"
+    far.write_text("\n".join(["variant,compute_flops,loss", "baseline,1,3.6", "baseline,3,3.3", "wide,90,2.9"]))
+    compared = json_output(capfd, "compare", far, "--target-flops", "100", "--html", page)
+    assert [(row["verdict"], row["beyond"]) for row in compared["table"]] == [("undecided", 1)]
     mixtures = tmp_path / "mixtures.csv"
     weights = [i / 8 for i in range(9)]
     rows = [f"{w},{1 - w},{3 - w - w * w}" for w in weights]

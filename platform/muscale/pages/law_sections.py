@@ -26,7 +26,22 @@ _PROFILED = {"E": "the irreducible loss E", "params_exponent": "the exponent of 
 GROUP = "The law"
 _of_fit = partial(Section, command="fit", group=GROUP)
 _of_plan = partial(Section, command="plan", group=GROUP)
-_LISTED = ["variant", "verdict", "multiplier", "low", "high", "p_better", "change", "loss", "runs", "diverged", "look"]
+_LISTED = [
+    "variant",
+    "verdict",
+    "multiplier",
+    "low",
+    "high",
+    "p_better",
+    "change",
+    "loss",
+    "runs",
+    "diverged",
+    "beyond",
+    "look",
+]
+_MULTIPLIERS = "multiplier of each variant against compute, with its band up to the target"
+_CHANGES = "loss of each variant and of the baseline at the same compute"
 
 
 def law_sections(
@@ -199,8 +214,9 @@ def variant_section(outcome: VariantComparison, about: str) -> Section:
     Args:
         about: Basis of the verdicts.
     """
-    table = outcome.table[_LISTED].rename(
+    table = outcome.table.reindex(columns=_LISTED, fill_value=0).rename(  # results of earlier versions have no `beyond`
         columns={
+            "beyond": "left out",
             "p_better": "P(better)",
             "change": "loss there, log ratio",
             "loss": f"loss, {outcome.unit}" if outcome.unit else "loss",
@@ -214,8 +230,8 @@ def variant_section(outcome: VariantComparison, about: str) -> Section:
         about="Compute that the baseline would need for each variant's loss at the target, divided by the variant's; and the verdict.",
         result=about,
         drawings=(
-            *drawn(outcome.plot(), "multiplier of each variant against compute, with its band up to the target"),
-            *drawn(outcome.plot_losses(), "loss of each variant and of the baseline at the same compute"),
+            *(drawn(outcome.plot(), _MULTIPLIERS) if len(outcome.band) else ()),
+            *(drawn(outcome.plot_losses(), _CHANGES) if len(outcome.measured) else ()),
             *drawn(looks, "probability that each variant is better, look by look"),
         ),
         table=as_table(table),

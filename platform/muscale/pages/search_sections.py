@@ -135,7 +135,7 @@ def transfer_sections(verdict: Verdict | None) -> list[Section]:
         title = "Loss against learning rate, per width"
         return [_of_transfer(title=title, about=about), *laws]
     if verdict.axis_verdicts:
-        about += " Axes of experts are a condition only if the full run differs from its proxies along them."
+        about += " Axes of experts are a condition only if the full run or a run of the ladder differs from [model] along them."
     several = len(verdict.transfers) > 1
     panels = [
         _of_transfer(

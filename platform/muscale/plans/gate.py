@@ -15,7 +15,7 @@ from muscale.errors import StageError
 from muscale.formatting import fold
 from muscale.plans.batch import FAR, BatchChoice
 from muscale.plans.provenance import HyperparameterProvenance
-from muscale.proxies.expert_axes import AxisChange, laws_of
+from muscale.proxies.expert_axes import NO_LAWS, AxisChange, AxisLaws, laws_of
 from muscale.serialization import Recorded
 from muscale.store.ledger import Ledger, now
 from muscale.store.ledger_tables import ResultKind
@@ -149,33 +149,45 @@ def experts_line(
     experts: str,
     rule: str,
     of_ladder: tuple[AxisChange, ...] = (),
+    ladder_laws: AxisLaws = NO_LAWS,
 ) -> GateLine:
-    """Whether the plan's rate is that of the verdict along each changed axis: kept after a pass, moved by a law, or stated.
+    """Whether the rates are those of the verdict along each changed axis: kept after a pass, moved by a law, or stated.
 
     Args:
         experts: The full run's experts and its proxies'.
         rule: The plan's rule of the learning rate, which has the laws that moved it.
         of_ladder: Changes from the base to runs of the ladder, whose rates are never stated.
+        ladder_laws: Laws that moved the rates of these runs.
     """
     laws, stated = laws_of((*changes, *of_ladder), verdict.axis_laws), rule == "explicit"
-    found, uncovered, outdated = [], [], []
+    found, uncovered, outdated, unfollowed = (list[str]() for _ in range(4))
+    followed = laws_of(of_ladder, ladder_laws)
     for change in of_ladder:
         law, judged = laws.get(change), verdict.axis_verdicts.get(change.axis, "no grids")
-        if not law and judged != "pass":
+        basis = f"by law: {law}" if law else judged
+        if str(law) != str(followed.get(change)):
+            unfollowed.append(change.axis)
+            basis += ", which the ladder's runs do not follow"
+        elif not law and judged != "pass":
             uncovered.append(change.axis)
-        found.append(f"ladder, {change}: {f'by law: {law}' if law else judged}")
+        found.append(f"ladder, {change}: {basis}")
     remedy = "" if uncovered else ", or set plan.explicit.learning_rate"
     for change in changes:
         law, judged = laws.get(change), verdict.axis_verdicts.get(change.axis, "no grids")
         basis = f"by law: {law}" if law else judged
         if not stated and (str(law) not in rule if law else f"∝ {change.axis}^" in rule):
-            outdated.append(change.axis)
+            (unfollowed if of_ladder else outdated).append(change.axis)
             basis += ", which is not the plan's rule"
         elif not stated and not law and judged != "pass":
             uncovered.append(change.axis)
         found.append(f"{change}: {'rate stated' if stated else basis}")
     keys = " and ".join(f"transfer.{plural(axis)}" for axis in dict.fromkeys(uncovered))
+    larger = " and ".join(f"transfer.{plural(axis)}" for axis in dict.fromkeys(unfollowed))
     advice = [
+        *(
+            [f"write the larger grids of {larger} into the study file: the ladder's rates then follow them"]
+            * bool(larger)
+        ),
         *([f"measure it: {keys}, several sizes around the proxies'{remedy}"] * bool(uncovered)),
         *(
             [f"make a new plan, whose rate follows the grids along {' and '.join(outdated)}: `muscale plan`"]

@@ -96,6 +96,18 @@ class Plan(Recorded):
     registered_at: str | None = None
 
     @property
+    def shape(self) -> str:
+        """Width and depth, and a mixture's number of experts."""
+        experts = getattr(self.model, "n_experts", None)
+        return f"width {self.model.d_model}, depth {self.model.n_layers}" + (f", {experts} experts" if experts else "")
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Value of each hyperparameter, or setting of the model, that has a rule."""
+        owners = (self.hyperparameters, self.model)
+        return {name: next(getattr(of, name) for of in owners if hasattr(of, name)) for name in self.rules}
+
+    @property
     def n_params(self) -> int:
         """N as the law counts parameters: without the embedding table."""
         return self.model.n_params
@@ -133,15 +145,12 @@ class Plan(Recorded):
         same = self.wanted_n_params == self.n_params  # a size that was kept or stated is not called optimal
         optimal = "" if same else f"; compute-optimal {self.wanted_n_params:,.0f}"
         lines = [
-            f"plan: width {model.d_model}, depth {model.n_layers}, N = {model.shown_params} "
+            f"plan: {self.shape}, N = {model.shown_params} "
             f"({forecast.n_params_convention or 'without the embedding table'}{optimal}), D = {self.n_tokens:,} tokens, "
             f"C = {self.compute_flops:.3g} FLOPs",
             f"  forecast {forecast.loss:.4f} {forecast.loss_unit}, {forecast.level:.0%} interval "
             f"[{forecast.low:.4f}, {forecast.high:.4f}], {forecast.extrapolation:.3g}× the largest run of the ladder",
-            *(
-                f"  {name} = {format_value(getattr(self.hyperparameters, name))}  ({rule})"
-                for name, rule in self.rules.items()
-            ),
+            *(f"  {name} = {format_value(value)}  ({self.rules[name]})" for name, value in self.values.items()),
             *([f"  batch_tokens = {self.batch}"] if self.batch else []),
             *([f"  if the last stage begins {'; '.join(map(str, self.stages))}"] if self.stages else []),
             *([f"  other starts of the last stage have no forecast: {self.no_stages}"] if self.no_stages else []),

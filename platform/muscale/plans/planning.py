@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,15 +12,14 @@ from muscale.errors import StageError
 from muscale.plans.batch import BY_BATCH, BatchChoice, choose_batch
 from muscale.plans.plan import Plan, StageForecast, format_value
 from muscale.plans.provenance import HyperparameterProvenance, provenance_of
-from muscale.plans.sizing import repeats, size_for
-from muscale.proxies.expert_axes import AxisChange, axis_changes, laws_of, rate_factor
+from muscale.plans.sizing import planned_family, repeats, size_for
+from muscale.proxies.expert_axes import AxisChange, AxisLaws, axis_changes, laws_of, rate_factor
 from muscale.proxies.ladder import ladder_models, law_columns, mixtures_of, tuned_for
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import Shape, model_with_explicit, with_explicit
 from muscale.store.lineage import input_key
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
-from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import AxisLaw, BatchLaw, Decision, Forecast, HorizonLaw, ScalingFit, StageLaw
@@ -50,7 +49,7 @@ class Planner:
     fit: ScalingFit
     _: KW_ONLY
     batches: BatchLaw | None = None
-    axis_laws: Mapping[str, AxisLaw | str] = field(default_factory=dict)
+    axis_laws: AxisLaws = field(default_factory=dict)
     stages: StageLaw | str = ""
     corpus: Corpus | None = None
     winner: int | None = None
@@ -75,7 +74,7 @@ class Planner:
             rules=self._rules(),
             wanted_n_params=by_law,
             forecast=forecast,
-            decision=_plain(decision, config.plan.shapes, self._family),
+            decision=_plain(decision, config.plan.shapes, planned_family(config)),
             provenance=self._provenance(),
             batch=self.batch,
             off_policy=self._off_policy,
@@ -91,18 +90,12 @@ class Planner:
         return size_for(
             config.plan,
             self.fit,
-            self._family,
+            planned_family(config),
             self.corpus,
             proxies=config.precision,
             precision=precision,
             shapes=config.ladder.stems,
         )
-
-    @property
-    def _family(self) -> ModelFamily[Member]:
-        """Members of which the size is chosen: a mixture has the full run's experts."""
-        explicit = {name: value for name, value in self.config.plan.explicit.items() if name in CARRIED_EXPERTS}
-        return ModelFamily(base=model_with_explicit(self.config.model, explicit))
 
     @cached_property
     def batch(self) -> BatchChoice | None:

@@ -7,13 +7,16 @@ from dataclasses import replace
 
 from muscale.errors import StageError
 from muscale.proxies.ladder import law_columns
-from muscale.settings.plan import PlanSettings, Shape
+from muscale.settings.config import StudyConfig
+from muscale.settings.plan import PlanSettings, Shape, model_with_explicit
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
+from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import MAX_EPOCHS
 from scaling import Decision, Law, Limits, ScalingError, ScalingFit, decide
+from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
 from scaling.forms.repeated import RepeatedTokens
 
@@ -25,6 +28,12 @@ LOSS_DIFFERENCE = 0.0085
 """Relative difference of losses in bf16 from fp32: root mean square of five pairs at the quickstart's width 64
 (tests/benchmarks/precision_pair.py, 2026-11-23), without a common sign. Another seed moved those losses by 5.7 %."""
 _HALVINGS = 60
+
+
+def planned_family(config: StudyConfig) -> ModelFamily[Member]:
+    """Return the members of which the full run's size is chosen: a mixture has the experts that plan.explicit states."""
+    explicit = {name: value for name, value in config.plan.explicit.items() if name in CARRIED_EXPERTS}
+    return ModelFamily(base=model_with_explicit(config.model, explicit))
 
 
 def size_for(
@@ -121,7 +130,8 @@ def with_repeats(law: Law) -> Law:
 
 
 def _worth_of_repeats(chosen: Decision, law: Law) -> str:
-    higher = chosen.loss / float(law.loss(chosen.n_params, chosen.n_tokens)) - 1
+    columns = {} if chosen.sparsity is None else {SPARSITY: chosen.sparsity}
+    higher = chosen.loss / float(law.loss(chosen.n_params, chosen.n_tokens, **columns)) - 1
     return (
         f"the value of {chosen.epochs:.3g} epochs over {chosen.unique_tokens:.4g} unique tokens is the published one (Muennighoff "
         f"et al. 2305.16264, appendix A), by which the loss is {higher:.2%} higher; the forecast counts every token as new"

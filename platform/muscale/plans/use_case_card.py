@@ -24,6 +24,7 @@ from muscale.errors import StageError
 from muscale.formatting import fold
 from muscale.plans.plan import Plan
 from muscale.plans.score_forecasts import task_laws
+from muscale.plans.sizing import planned_family
 from muscale.proxies.ladder import law_columns
 from muscale.settings.config import StudyConfig
 from muscale.settings.use_case import LOSS, UseCaseSettings
@@ -53,8 +54,8 @@ class UseCaseCard(Result):
     Attributes:
         settings: [use_case] of the study file.
         compute_flops: training compute of each size in the table, that of the plan.
-        sizes: a row for each size: width, depth, `meets_all`, `fails` (the limits and targets that are not met), n_params,
-            n_params_total, n_tokens, memory_gb, latency_ms, days, and a column "P(name)" for each target.
+        sizes: a row for each size: width, depth, a mixture's n_experts, `meets_all`, `fails` (limits and targets that are not met),
+            n_params, n_params_total, n_tokens, memory_gb, latency_ms, days, and a column "P(name)" for each target.
         cheapest: the run of least compute that meets all: the same columns, and compute_flops; None if no run does.
         binding: the target that is reached with the least probability by the cheapest run, or by the best run if no run meets
             all; or the limits that no size keeps.
@@ -101,9 +102,11 @@ class UseCaseCard(Result):
             return f"{tried} is within all limits and reaches all targets with {wanted}: limited by {binding}"
         run = self.cheapest
         days = "" if math.isnan(run["days"]) else f", {run['days']:.3g} days"
+        experts = f", {run['n_experts']} experts" if "n_experts" in run else ""
         return (
-            f"cheapest run within all limits that reaches all targets with {wanted}: width {run['width']}, depth {run['depth']}, "
-            f"N = {run['n_params']:,}, D = {run['n_tokens']:,} tokens, {run['compute_flops']:.3g} FLOPs{days}; limited by {binding}"
+            f"cheapest run within all limits that reaches all targets with {wanted}: width {run['width']}, depth {run['depth']}"
+            f"{experts}, N = {run['n_params']:,}, D = {run['n_tokens']:,} tokens, {run['compute_flops']:.3g} FLOPs{days}; limited by "
+            f"{binding}"
         )
 
     def __str__(self) -> str:
@@ -124,7 +127,7 @@ def card_of(config: StudyConfig, fit: ScalingFit, plan: Plan, ladder: pd.DataFra
     """
     if config.use_case is None:
         return None
-    family, wanted, unique = config.family, plan.wanted_n_params, plan.decision["unique_tokens"]
+    family, wanted, unique = planned_family(config), plan.wanted_n_params, plan.decision["unique_tokens"]
     named = [plan.model] if fit.one_size else [shape.of(family) for shape in config.plan.shapes]
 
     def doubts(size: Member, n_tokens: float) -> tuple[str, ...]:
@@ -267,6 +270,7 @@ class _Case:
         return {
             "width": size.d_model,
             "depth": size.n_layers,
+            **({"n_experts": experts} if (experts := getattr(size, "n_experts", None)) else {}),
             "meets_all": not fails,
             "fails": ", ".join(fails),
             "n_params": size.n_params,

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from scaling import AxisLaw
+
+AxisLaws: TypeAlias = Mapping[str, AxisLaw | str]
+"""Law of the learning rate along each axis of experts, or the reason why there is none (`Verdict.axis_laws`)."""
+NO_LAWS: AxisLaws = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +51,13 @@ def experts_text(full: ModelConfig, proxies: ModelConfig) -> str:
     return ", ".join(f"{name} {own:g} ({before:g} in proxies)" for name, own, before in named)
 
 
-def rate_factor(model: Member, proxies: Member, laws: Mapping[str, AxisLaw | str]) -> float:
+def rate_factor(model: Member, proxies: Member, laws: AxisLaws) -> float:
     """Return the factor on the learning rate of a mixture by the laws of the axes along which it differs from its proxies."""
     along = laws_of(axis_changes(model, proxies), laws)
     return math.prod(law.factor(change.full, change.proxies) for change, law in along.items())
 
 
-def laws_of(changes: tuple[AxisChange, ...], laws: Mapping[str, AxisLaw | str]) -> dict[AxisChange, AxisLaw]:
+def laws_of(changes: tuple[AxisChange, ...], laws: AxisLaws) -> dict[AxisChange, AxisLaw]:
     """Return the law of each changed axis that has one and is followed to the full run's size."""
     return {
         change: law

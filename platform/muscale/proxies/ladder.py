@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import pandas as pd
 
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
-from muscale.proxies.expert_axes import rate_factor
+from muscale.proxies.expert_axes import NO_LAWS, AxisLaws, rate_factor
 from muscale.proxies.ladder_stages import stage_branches
 from muscale.proxies.measures import Measures
 from muscale.search.prior_runs import differs_in
@@ -35,7 +34,6 @@ from proxy_models.recipes.segments import branch
 from proxy_models.recipes.segments import chain as chain_of
 from proxy_models.training.numerics import Numerics
 from scaling import (
-    AxisLaw,
     HorizonLaw,
     MixtureOfExperts,
     RegretSurface,
@@ -124,7 +122,7 @@ def ladder_jobs(
     numerics: Numerics,
     best: Hyperparameters,
     horizon: HorizonLaw | None,
-    axis_laws: Mapping[str, AxisLaw | str] = MappingProxyType({}),
+    axis_laws: AxisLaws = NO_LAWS,
 ) -> list[Job]:
     """Return the ladder's runs. Each stem is tuned for the geometric mean of its branches' lengths, which is near all of them.
 
@@ -180,7 +178,7 @@ def law_rows(
     horizon: HorizonLaw,
     numerics: Numerics,
     models: Sequence[Member] = (),
-    axis_laws: Mapping[str, AxisLaw | str] = MappingProxyType({}),
+    axis_laws: AxisLaws = NO_LAWS,
 ) -> pd.DataFrame:
     """Return every annealed run with the columns for `scaling.fit`; `left_out` says why a run is not fitted ("" if it is).
 

@@ -10,7 +10,7 @@ from muscale.settings.parallelism import SOAP_IN_PIPELINES
 from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
 from muscale.settings.space_rules import invalid_batches, model_errors, space_errors
 from muscale.settings.tables import CheckSettings, StudyTables
-from proxy_models.architecture.families import family_of, is_imported
+from proxy_models.architecture.families import ModelFamily, family_of, is_imported
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.coordinates.check import require_seeds, require_sizes
 from proxy_models.recipes.schedule import COOLING
@@ -158,22 +158,33 @@ def _shape_errors(config: StudyTables) -> Iterator[str]:
     shapes += [("ladder.stems", stem) for stem in config.ladder.stems]
     shapes += [("compare.stems", stem) for stem in config.compare.stems]
     shapes += [("compare.widths", Shape(width=width)) for width in config.compare.widths]
-    shapes += [("plan.shapes", shape) for shape in config.plan.shapes]
     for key, shape in shapes:
         try:
             shape.of(config.family)
         except ValueError as error:
             yield f"{key}: {error}"
+    explicit = {name: value for name, value in config.plan.explicit.items() if name in CARRIED_EXPERTS}
+    try:
+        family = ModelFamily(base=model_with_explicit(config.model, explicit))
+    except ValueError:
+        return  # named by `_explicit_errors`
+    for planned in config.plan.shapes:
+        try:
+            planned.of(family)
+        except ValueError as error:
+            yield f"plan.shapes: {error}"
 
 
 def _mixture_errors(config: StudyTables) -> Iterator[str]:
     """Settings that have no law of experts, if ladder or plan name several numbers of experts."""
-    named = [stem.n_experts for stem in config.ladder.stems if stem.n_experts]
+    own = getattr(config.model, "n_experts", None)
+    named = [stem.n_experts for stem in config.ladder.stems if stem.n_experts not in (None, own)]
     laws = {"scores": config.scores is not None, "ladder.stage_branches": config.ladder.stage_branches}
     if named:
         rule = "has no law of experts: leave n_experts out of ladder.stems"
         yield from (f"{key}: {rule}, got {named[0]}" for key, is_set in laws.items() if is_set)
-    if config.variants and any(stem.n_experts for stem in config.compare.stems or config.ladder.stems):
+    compared = config.compare.stems or config.ladder.stems
+    if config.variants and any(stem.n_experts not in (None, own) for stem in compared):
         yield "compare.stems: variants are compared at one number of experts: list stems without n_experts"
     listed = [shape.n_experts for shape in config.plan.shapes if shape.n_experts]
     if listed and (stated := config.plan.explicit.get("n_experts")):
@@ -195,7 +206,8 @@ def _given_weights_errors(config: StudyTables) -> Iterator[str]:
     shapes += [("compare.widths", Shape(width=width)) for width in config.compare.widths]
     shapes += [("plan.shapes", shape) for shape in config.plan.shapes]
     for key, shape in shapes:
-        if (shape.width, shape.depth or base.n_layers) != (base.d_model, base.n_layers) or shape.n_experts:
+        own = (base.d_model, base.n_layers, getattr(base, "n_experts", None))
+        if (shape.width, shape.depth or base.n_layers, shape.n_experts or own[2]) != own:
             rule = f"must have the shape of initial_weights, width {base.d_model} and depth {base.n_layers}"
             yield f"{key}: {rule}, got {shape}"
     compared: dict[str, object] = {

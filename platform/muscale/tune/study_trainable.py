@@ -54,11 +54,20 @@ def trial_values(config: Mapping[str, Any], plan: TrialPlan, space: Space) -> Co
         rule = "all trials have that of [hyperparameters], since rungs are compared at equal lengths"
         raise StageError(f"tune: {fixed[0]}: {rule}; leave it out of param_space, got {config[fixed[0]]!r}")
     values = {name: value.item() if isinstance(value, np.generic) else value for name, value in config.items()}
-    if any(tokens % values.get("batch_tokens", 1) for tokens in plan.rung_tokens):
-        rungs = ", ".join(f"{tokens:,}" for tokens in plan.rung_tokens)
-        raise StageError(f"tune: batch_tokens: must divide the rungs of {rungs} tokens, got {values['batch_tokens']}")
+    if "batch_tokens" in values:
+        values["batch_tokens"] = _batch(values["batch_tokens"], plan)
     inactive = {*space} - {*space.active({name: values.get(name, getattr(plan.defaults, name)) for name in space})}
     return {name: value for name, value in values.items() if name not in inactive}
+
+
+def _batch(value: Any, plan: TrialPlan) -> int:
+    """Return a batch in tokens as an integer; raise StageError unless it divides every rung and is a multiple of the context."""
+    context, rungs = plan.numerics.model.context_length, ", ".join(f"{tokens:,}" for tokens in plan.rung_tokens)
+    whole = isinstance(value, int | float) and value > 0 and float(value).is_integer()
+    if not whole or value % context or any(tokens % value for tokens in plan.rung_tokens):
+        rule = f"must be a multiple of the context, {context}, that divides the rungs of {rungs} tokens"
+        raise StageError(f"tune: batch_tokens: {rule}, got {value!r}")
+    return int(value)
 
 
 class StudyTrainable(tune.Trainable):

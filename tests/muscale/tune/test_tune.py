@@ -113,6 +113,9 @@ def without_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         {"swap_optimizer": "lion", "swap_fraction": 0.5},
         {"schedule": "cosine"},
         {"batch_tokens": 3 * 1024},
+        {"batch_tokens": 0},
+        {"batch_tokens": 16},
+        {"batch_tokens": "256"},
         {"rate": 0.1},
     ],
 )

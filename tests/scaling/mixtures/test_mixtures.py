@@ -112,6 +112,20 @@ def test_a_table_of_mixtures_may_have_any_prefix(law: MixtureFit) -> None:
     pd.testing.assert_frame_equal(law.predict(other), law.predict(mixtures))
 
 
+def test_the_columns_of_weights_are_those_of_the_fitted_table_whatever_stands_before_them(law: MixtureFit) -> None:
+    mixtures = table(4, seed=5).filter(like="weight_")
+    others = pd.DataFrame({f"tokens_{name}": np.full(4, 0.25) for name in DOMAINS})
+    pd.testing.assert_frame_equal(law.predict(pd.concat([others, mixtures], axis=1)), law.predict(mixtures))
+    shares = mixtures.rename(columns=lambda name: name.replace("weight_", "p_"))
+    with pytest.raises(ValueError, match=f"tokens_{law.domains[0]}, p_{law.domains[0]}"):
+        law.predict(pd.concat([others, shares], axis=1))
+    runs = table().rename(columns=lambda name: name.replace("weight_", "p_"))
+    of_shares = fit_mixture(runs, weight_prefix="p_")
+    assert MixtureFit.from_dict(of_shares.to_dict()).weight_prefix == "p_"
+    found = of_shares.predict(pd.concat([others, shares], axis=1))
+    pd.testing.assert_frame_equal(found, of_shares.predict(mixtures))
+
+
 def test_the_documented_search_for_a_mixture_uses_the_runs_it_trains() -> None:
     page = (Path(__file__).parents[3] / "docs/mixtures.md").read_text()
     (loop,) = (block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "while (" in block)
@@ -122,7 +136,7 @@ def test_the_documented_search_for_a_mixture_uses_the_runs_it_trains() -> None:
         measured = losses(weights[None], mixture.get("n_params", 1e7))[0]
         return {f"loss_{name}": float(value) for name, value in zip(TARGETS, measured, strict=True)}
 
-    for runs in (table(12), table(12, sizes=(1e7, 1e8))):
+    for runs in (table(12), table(12, sizes=(1e7, 1e8)), table(12).assign(n_params=1e7, n_tokens=2e8)):
         names = {"runs": runs, "train": train, "pd": pd}
         exec(one_step, names)
         assert len(fit_mixture(names["runs"]).weights) == len(runs) + 4

@@ -152,6 +152,7 @@ def test_runs_far_from_all_of_the_baseline_are_not_compared(finished: int) -> No
     )
     assert alone.verdict("none") == "undecided"
     assert alone.table.loc[0, "reason"]
+    assert (len(alone.plot().data), len(alone.plot_losses().data)) == (0, 0)
 
 
 def test_seeds_make_a_verdict_surer_and_the_next_runs_say_so() -> None:

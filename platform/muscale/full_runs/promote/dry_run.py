@@ -43,7 +43,7 @@ from muscale.plans.layouts import Layout, conditions_of, layouts_of, propose_lay
 from muscale.plans.plan import Plan
 from muscale.plans.planning import data_hashes
 from muscale.plans.step_time import StepTime
-from muscale.proxies.expert_axes import axis_changes, experts_text
+from muscale.proxies.expert_axes import NO_LAWS, AxisLaws, axis_changes, experts_text
 from muscale.proxies.ladder import ladder_models
 from muscale.settings.config import StudyConfig
 from proxy_models.architecture.config import as_decoder
@@ -159,11 +159,13 @@ def dry_run(
     leaks: LeakCheck | None,
     verdict: Verdict,
     directory: Path,
+    ladder_laws: AxisLaws = NO_LAWS,
 ) -> DryRun:
     """Evaluate the gate and the launch; nothing is launched or written.
 
     Args:
         config: The study's settings, with the resources for the promotion.
+        ladder_laws: Laws along axes of experts that moved the ladder's rates.
     """
     settings, model, h = config.promote, plan.model, plan.hyperparameters
     worker = PlannedWorker(plan=plan, config=config)
@@ -182,7 +184,7 @@ def dry_run(
     gate = Gate(
         plan=plan.key,
         lines=(
-            *_transfer(plan, config, verdict, check),
+            *_transfer(plan, config, verdict, ladder_laws, check),
             forecast_line(plan.forecast),
             data_line(plan.data, data_hashes(corpus), changed, n_bytes),
             leak_line(leaks),
@@ -216,7 +218,13 @@ def dry_run(
     return DryRun(plan=plan, gate=gate, memory=memory, launch=launch)
 
 
-def _transfer(plan: Plan, config: StudyConfig, verdict: Verdict, check: CoordinateCheck | None) -> Iterator[GateLine]:
+def _transfer(
+    plan: Plan,
+    config: StudyConfig,
+    verdict: Verdict,
+    ladder_laws: AxisLaws,
+    check: CoordinateCheck | None,
+) -> Iterator[GateLine]:
     """The gate lines about values carried over sizes; runs from given weights have one size and no coordinate check."""
     if config.initial_weights:
         yield one_size_line(config.initial_weights)
@@ -224,18 +232,20 @@ def _transfer(plan: Plan, config: StudyConfig, verdict: Verdict, check: Coordina
     judged = verdict.of_axes(())
     reach = plan.model.d_model / max(config.transfer.widths) if check and check.is_tied else 1.0
     yield transfer_line(judged.verdict, judged.reasons, judged.options, tied_reach=reach)
-    yield from _experts(plan, config, verdict)
+    yield from _experts(plan, config, verdict, ladder_laws)
     yield check_line(check)
 
 
-def _experts(plan: Plan, config: StudyConfig, verdict: Verdict) -> Iterator[GateLine]:
+def _experts(plan: Plan, config: StudyConfig, verdict: Verdict, ladder_laws: AxisLaws) -> Iterator[GateLine]:
     """The gate line about the axes of experts along which the run differs from its proxies, if there are any."""
     of_run = axis_changes(plan.model, config.model)
     of_ladder = {change: None for model in ladder_models(config) for change in axis_changes(model, config.model)}
     if of_run or of_ladder:
         experts = experts_text(as_decoder(plan.model), as_decoder(config.model))
         rule = plan.rules["learning_rate"]
-        yield experts_line(of_run, verdict, experts=experts, rule=rule, of_ladder=tuple(of_ladder))
+        yield experts_line(
+            of_run, verdict, experts=experts, rule=rule, of_ladder=tuple(of_ladder), ladder_laws=ladder_laws
+        )
 
 
 def _memory(worker: PlannedWorker) -> tuple[MemoryEstimate | None, tuple[GateLine, GateLine]]:
