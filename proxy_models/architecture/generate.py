@@ -8,7 +8,7 @@ For speed beyond this, export the model and use an inference server.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -113,17 +113,28 @@ def _choose(logits: Tensor, temperature: float, top_p: float, generator: torch.G
 def continue_text(
     model: nn.Module,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str | Sequence[str],
     n_tokens: int,
     *,
     member: Member | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    before: str | None = None,
 ) -> str:
-    """Return the text after a prompt that begins a document, up to its end or `n_tokens`; raise ValueError like `generate`."""
-    end = tokenizer.end_of_document
-    (ids,) = tokenizer.encode([prompt.encode()])
+    """Return the text after a prompt that begins a document, up to its end or `n_tokens`; raise ValueError like `generate`.
+
+    Args:
+        prompt: A text, or parts that are tokenized one by one, as those of a chat are (`proxy_models.data.prompts.asked`).
+        before: Text that ends the answer and is left out of it; None: only the document's end does.
+    """
+    end, parts = tokenizer.end_of_document, [prompt] if isinstance(prompt, str) else prompt
+    ids = np.concatenate(tokenizer.encode([part.encode() for part in parts]))
+    start = len(tokenizer.decode(ids))
+
+    def text(new: Tokens) -> str:
+        return tokenizer.decode(np.append(ids, new[new != end]))[start:]  # alone it would lose its first space
+
     new = generate(
         model,
         [end, *ids.tolist()],  # in training, a document begins with the token that closes the previous document
@@ -133,7 +144,8 @@ def continue_text(
         top_p=top_p,
         seed=seed,
         stop=end,
+        until=None if before is None else lambda new: before in text(new),
         n_ids=tokenizer.vocab_size,
     )
-    before, after = (tokenizer.decode(np.append(ids, part)) for part in (ids[:0], new[new != end]))
-    return after[len(before) :]  # decoded with the prompt: a text that begins there would lose its first space
+    found = text(new)
+    return found if before is None else found.partition(before)[0]

@@ -18,6 +18,7 @@ from typing import Any
 from proxy_models.data.sources import CorpusError
 
 ASSISTANT = "assistant"
+END = "<|im_end|>"
 _KEYS = ("role", "content")
 
 
@@ -50,10 +51,22 @@ def of_chat(values: Sequence[Any], where: str, name: str) -> Iterator[tuple[str,
     Raises:
         CorpusError: If the messages are not a list of roles and contents, or no message of the assistant has a content.
     """
-    (messages,) = values
+    parts = [*_parts(values[0], where, name)]
+    if not any(counts for _, counts in parts):
+        raise CorpusError(f"{where}: {name} must have a message of the role {ASSISTANT!r}, since no other counts")
+    yield from _joined(parts)
+
+
+def asked(messages: Any, where: str, name: str) -> list[str]:
+    """Return the parts of a chat up to the assistant's next answer, as training tokenizes them; raise CorpusError like `of_chat`."""
+    parts = [*_parts(messages, where, name), (f"\n{_begin(ASSISTANT)}", False)]
+    return [text for text, _ in _joined(parts)]
+
+
+def _parts(messages: Any, where: str, name: str) -> Iterator[tuple[str, bool]]:
+    """Yield the beginning and the content of each message, each with whether it counts."""
     if not isinstance(messages, list) or not messages:
         raise CorpusError(f"{where}: {name} must be a list of messages, got {messages!r:.60}")
-    parts: list[tuple[str, bool]] = []
     for number, message in enumerate(messages):
         at = f"{where}: {name}[{number}]"
         if not isinstance(message, dict) or any(key not in message for key in _KEYS):
@@ -64,10 +77,15 @@ def of_chat(values: Sequence[Any], where: str, name: str) -> Iterator[tuple[str,
         counts = role == ASSISTANT
         if counts and not content.strip():
             raise CorpusError(f"{at}.content must not be empty in a message of the assistant, got {content!r}")
-        begin = "\n" * bool(number) + f"<|im_start|>{role}\n"
-        parts += [(begin, False), (f"{content}<|im_end|>", counts)]
-    if not any(counts for _, counts in parts):
-        raise CorpusError(f"{where}: {name} must have a message of the role {ASSISTANT!r}, since no other counts")
+        yield "\n" * bool(number) + _begin(role), False
+        yield f"{content}{END}", counts
+
+
+def _begin(role: str) -> str:
+    return f"<|im_start|>{role}\n"
+
+
+def _joined(parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
     for counts, group in groupby(parts, key=lambda part: part[1]):
         yield "".join(text for text, _ in group), counts
 

@@ -83,14 +83,19 @@ def parser_of(documentation: str | None, name: str, *, seeds: int, workers: int 
 
 
 def trained(
-    options: argparse.Namespace, wanted: Sequence[Task], train: Callable[[Path, Task], dict[str, Any]]
+    options: argparse.Namespace,
+    wanted: Sequence[Task],
+    train: Callable[[Path, Task], dict[str, Any]],
+    store: str = "runs.jsonl",
+    *,
+    workers: int | None = None,
 ) -> pd.DataFrame:
     """Train what the folder does not know, on the standard library's own source; `train` is given the corpus's folder."""
     options.folder.mkdir(parents=True, exist_ok=True)
     corpus = write_corpus(options.folder / "corpus", EMBEDDED)
-    kept = options.folder / "runs.jsonl"
     do = partial(train, corpus.folder)
-    return pd.DataFrame(do_missing(wanted, do, kept, workers=options.workers, hours=options.hours))
+    rows = do_missing(wanted, do, options.folder / store, workers=workers or options.workers, hours=options.hours)
+    return pd.DataFrame(rows)
 
 
 @cache

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -227,7 +227,7 @@ class Bundle(Result):
 
     def generate(
         self,
-        prompt: str,
+        prompt: str | Sequence[Mapping[str, str]],
         n_tokens: int,
         *,
         temperature: float = 0.0,
@@ -235,20 +235,28 @@ class Bundle(Result):
         seed: int = 0,
         averaged: bool = False,
     ) -> str:
-        """A continuation of a prompt, as a sanity check; see `proxy_models.architecture.generate`.
+        """A continuation of a prompt, or the answer to a chat, as a sanity check; see `proxy_models.architecture.generate`.
+
+        Args:
+            prompt: A text, or messages with "role" and "content", written as training on chats wrote them.
 
         Raises:
             BundleError: If the bundle has no tokenizer, or an argument is out of range.
         """
         from proxy_models.architecture.generate import continue_text
+        from proxy_models.data.prompts import END, asked
 
         if (tokenizer := self.tokenizer()) is None:
             raise BundleError(
                 f"{self.path}: the corpus was given as tokens, so there is no tokenizer to write text with"
             )
         decoder = self.decoder(averaged=averaged)
+        drawn: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
         try:
-            return continue_text(decoder, tokenizer, prompt, n_tokens, temperature=temperature, top_p=top_p, seed=seed)
+            if isinstance(prompt, str):
+                return continue_text(decoder, tokenizer, prompt, n_tokens, **drawn)
+            parts = asked([*prompt], "prompt", "messages")
+            return continue_text(decoder, tokenizer, parts, n_tokens, before=END, **drawn)
         except ValueError as error:
             raise BundleError(f"generate: {error}") from error
 

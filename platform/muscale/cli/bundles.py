@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json as json_format
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from muscale.cli.application import ARTIFACTS, command
 from muscale.cli.ending import Ending, line, print_ending
 from muscale.cli.options import AsJson, Flag, Options, StudyFile, Whole
 from muscale.cli.running import result_alone, run_stage, show
+from muscale.errors import BundleError
+from muscale.formatting import format_read_error
 
 
 @command(ARTIFACTS, example="muscale bundle study.toml --average 3")
@@ -81,6 +84,7 @@ def generate(
     bundle: Path,
     *,
     prompt: str = "",
+    messages: Path | None = None,
     tokens: Whole = 200,
     temperature: float = 0.8,
     top_p: float = 1.0,
@@ -93,6 +97,8 @@ def generate(
     Args:
         bundle: Directory of the bundle.
         prompt: Start of the text.
+        messages: Instead of a prompt, a JSON file with the messages of a chat, a list of objects with role and content; the
+            assistant's answer is generated.
         tokens: Maximum number of tokens to generate.
         temperature: 0 always takes the most likely token, so a small model soon repeats itself; higher values sample.
         top_p: Sample only from the most likely tokens, up to this total probability.
@@ -101,8 +107,22 @@ def generate(
     """
     from muscale.bundles.bundle import Bundle
 
+    if prompt and messages:
+        raise BundleError(f"generate: --prompt and --messages cannot be combined, got {prompt!r} and {messages}")
     with result_alone(json):
         opened = Bundle.open(bundle)
-        text = opened.generate(prompt, tokens, temperature=temperature, top_p=top_p, seed=seed, averaged=averaged)
-    show({"prompt": prompt, "text": text} if json else f"{prompt}{text}", as_json=json)
+        asked = prompt if messages is None else _messages(messages)
+        text = opened.generate(asked, tokens, temperature=temperature, top_p=top_p, seed=seed, averaged=averaged)
+    show({"prompt": asked, "text": text} if json else f"{prompt}{text}", as_json=json)
     return 0
+
+
+def _messages(path: Path) -> list[Any]:
+    """Return the list in a file of messages; raise BundleError if there is none."""
+    try:
+        found = json_format.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BundleError(f"generate: --messages {path}: {format_read_error(error)}") from error
+    if not isinstance(found, list):
+        raise BundleError(f"generate: --messages {path}: must be a list of messages, got {found!r:.60}")
+    return found

@@ -476,6 +476,24 @@ def test_the_commands_verify_generate_and_export(
     draw = ("--tokens", "20", "--top-p", "0.9", "--seed", "5", "--averaged")
     text = bundle.generate("ab", 20, temperature=0.8, top_p=0.9, seed=5, averaged=True)
     assert muscale("generate", copied, "--prompt", "ab", *draw) == (0, f"ab{text}\n")
+    chat, messages = [{"role": "user", "content": "ab?"}], tmp_path / "chat.json"
+    messages.write_text(json.dumps(chat))
+    answer = bundle.generate(chat, 20, temperature=0.8, top_p=0.9, seed=5, averaged=True)
+    assert answer == bundle.generate(
+        "<|im_start|>user\nab?<|im_end|>\n<|im_start|>assistant\n",
+        20,
+        temperature=0.8,
+        top_p=0.9,
+        seed=5,
+        averaged=True,
+    )
+    assert muscale("generate", copied, "--messages", messages, *draw) == (0, f"{answer}\n")
+    for wrong in ("{}", "[3]", "[", '[{"role": "user"}]'):
+        messages.write_text(wrong)
+        with pytest.raises(BundleError, match="messages"):
+            muscale("generate", copied, "--messages", messages, *draw)
+    with pytest.raises(BundleError, match="--prompt"):
+        muscale("generate", copied, "--messages", messages, "--prompt", "ab")
     assert muscale("export", copied, tmp_path / "llama", "--to", "llama") == (0, f"wrote {tmp_path / 'llama'}\n")
     exported = load_file(tmp_path / "llama" / "model.safetensors")
     assert exported["lm_head.weight"].shape == (300, 32)

@@ -152,6 +152,15 @@ def test_a_prompt_begins_a_document() -> None:
     assert len(continue_text(model, BytesTokenizer(), "", 8)) > 0, "an empty prompt is the beginning of a document"
 
 
+def test_an_answer_ends_before_its_mark_and_parts_are_tokenized_alone() -> None:
+    torch.manual_seed(0)
+    model, tokenizer = Decoder(ModelConfig(d_model=32, n_layers=1, context_length=16)), BytesTokenizer()
+    whole = continue_text(model, tokenizer, "abc", 12)
+    assert continue_text(model, tokenizer, ["a", "bc"], 12) == whole
+    mark = whole[5]
+    assert continue_text(model, tokenizer, "abc", 12, before=mark) == whole.partition(mark)[0] != whole
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_text_continues_after_the_prompt_with_its_first_space(kind: str, tmp_path: Path) -> None:
     library: Any = pytest.importorskip("sentencepiece")

@@ -21,6 +21,7 @@ from proxy_models.data.corpus_writing import OtherCorpusError, write_corpus, wri
 from proxy_models.data.documents import pieces
 from proxy_models.data.leaks.leak_search import find_leaks
 from proxy_models.data.mixture import Mixture
+from proxy_models.data.prompts import asked, of_chat
 from proxy_models.data.record_packing import Packing
 from proxy_models.data.sources import CorpusError, Source
 from proxy_models.data.token_files import MANIFEST
@@ -109,6 +110,22 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "silent assistant": ({"messages_field": "messages"}, messages(("user", "a"), ("assistant", "")), r"\[1\]\.content"),
     "parts of a content": ({"messages_field": "messages"}, messages(("user", [{"type": "text"}])), r"\[0\]\.content"),
 }
+
+
+def test_a_question_has_the_parts_with_which_training_begins_the_answer() -> None:
+    chat = [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": "2"},
+    ]
+    for answered in (3, 5):
+        *before, answer = (text for text, _ in of_chat([chat[:answered]], "", ""))
+        assert asked(chat[: answered - 1], "", "") == before
+        assert answer == f"{chat[answered - 1]['content']}<|im_end|>"
+    with pytest.raises(CorpusError, match=r"messages\[0\] must have the keys"):
+        asked([{"role": "user"}], "file", "messages")
 
 
 @pytest.mark.parametrize("case", BAD)
