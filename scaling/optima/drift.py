@@ -15,6 +15,7 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
 from scaling.checks import losses, numbers, require_columns, seeds
 from scaling.drawing import Figure
 from scaling.errors import ScalingError
+from scaling.optima.horizon import OPTIMUM_SCATTER
 from scaling.optima.optimum import Optimum, fit_optimum
 from scaling.optima.optimum_figures import draw_transfer, transfer_data
 from scaling.optima.tokens_law import plural
@@ -53,7 +54,8 @@ class Transfer(JsonResult):
         rows: one column each for `along`, `over`, loss (NaN: diverged), seed.
         optima: the optimum of each size, by rising size; the `rate` of an optimum is the value of `over`.
         drift_octaves: log2 optimum at the largest size minus at the smallest.
-        interval: 90 % interval of the drift, octaves.
+        interval: 90 % interval of the drift, octaves; it includes the scatter of optima from seed to seed
+            (`scaling.optima.horizon.OPTIMUM_SCATTER`, measured on rates and assumed for other hyperparameters).
         regret_transferred: relative loss given up at the largest size by the smallest size's optimum; NaN if the largest
             size's optimum was not found.
         larger_is_better: True if, at every value of a size's parabola, the next larger model tested at this value is no worse
@@ -170,7 +172,8 @@ def fit_transfer(rows: pd.DataFrame, *, along: str = "width", over: str = "rate"
     small, large = optima[min(optima)], optima[max(optima)]
     drift = large.log2_rate - small.log2_rate
     errors, dofs = (small.stderr, large.stderr), (small.dof, large.dof)
-    reach = half_width(errors, dofs)
+    n_seeds = [int(table.loc[table[along] == size, "seed"].nunique()) for size in (min(optima), max(optima))]
+    reach = half_width(errors, dofs, (n_seeds[0], n_seeds[1]))
     interval = (drift - reach, drift + reach)
     worse = _worse_when_larger(table, optima, along, over)
     verdict, reasons = _judge(optima, drift, interval, worse, along, over)
@@ -188,15 +191,19 @@ def fit_transfer(rows: pd.DataFrame, *, along: str = "width", over: str = "rate"
     )
 
 
-def half_width(stderrs: tuple[float, float], dofs: tuple[float, float]) -> float:
-    """Half width of a difference's 90 % interval: Student's t with Welch's degrees of freedom; infinite if an error is unknown."""
+def half_width(stderrs: tuple[float, float], dofs: tuple[float, float], n_seeds: tuple[int, int]) -> float:
+    """Half width of a difference's 90 % interval: Student's t with Welch's degrees of freedom; infinite if an error is unknown.
+
+    The scatter of optima from seed to seed, which the residuals of a grid do not show, is added in quadrature.
+    """
     variances = np.array(stderrs) ** 2
     if not np.isfinite(variances).all():
         return math.inf
-    if not variances.any():
-        return 0.0
-    dof = variances.sum() ** 2 / (variances**2 / np.array(dofs)).sum()
-    return two_sided(0.9, dof) * math.sqrt(variances.sum())
+    shown = 0.0
+    if variances.any():
+        dof = variances.sum() ** 2 / (variances**2 / np.array(dofs)).sum()
+        shown = two_sided(0.9, dof) * math.sqrt(variances.sum())
+    return math.hypot(shown, two_sided(0.9) * OPTIMUM_SCATTER * math.sqrt(sum(1 / n for n in n_seeds)))
 
 
 def _worse_when_larger(table: pd.DataFrame, optima: dict[float, Optimum], along: str, over: str) -> str | None:

@@ -86,7 +86,8 @@ def expected_half_width(transfer: Transfer, n_seeds: int | None = None, values: 
         repeated = np.repeat(np.arange(seeds), len(x)).tolist()
         ends.append(fit_optimum(np.tile(2**x, seeds), np.exp(np.tile(log_loss, seeds)), seeds=repeated))
     small, large = ends
-    return half_width((small.stderr_at(noise), large.stderr_at(noise)), (max(1, small.dof), max(1, large.dof)))
+    errors = small.stderr_at(noise), large.stderr_at(noise)
+    return half_width(errors, (max(1, small.dof), max(1, large.dof)), (seeds, seeds))
 
 
 def _plain(size: float) -> float:

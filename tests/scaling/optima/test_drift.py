@@ -12,6 +12,7 @@ from scipy import stats
 
 from scaling import ScalingError, Transfer, fit_transfer
 from scaling.optima.drift import half_width
+from scaling.optima.horizon import OPTIMUM_SCATTER
 
 WIDTHS = (32, 64, 128, 256)
 
@@ -42,16 +43,21 @@ def test_stable_optima_pass() -> None:
     assert transfer.reasons == ()
     assert transfer.larger_is_better
     assert transfer.drift_octaves == pytest.approx(-0.15, abs=0.15)
-    assert transfer.interval[1] - transfer.interval[0] < 0.4
+    assert transfer.interval[1] - transfer.interval[0] < 0.5
     assert transfer.half_width == pytest.approx(transfer.interval[1] - transfer.drift_octaves)
     assert transfer.regret_transferred < 0.005
 
 
-def test_the_interval_of_the_drift_covers_at_its_level() -> None:
-    """Nominal 90 %: 200 draws have a standard error of 2 points."""
-    drifts = [fit_transfer(sweep([-6.6, -6.8, -6.7, -6.75], noise=0.006, rng=rng)) for rng in range(200)]
-    covered = [t.interval[0] <= -0.15 <= t.interval[1] for t in drifts]
-    assert 0.84 <= np.mean(covered) <= 0.96
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_interval_of_the_drift_covers_at_its_level(seeds: int) -> None:
+    """Nominal 90 %, with optima that scatter from seed to seed; 200 draws have a standard error of 2 points."""
+    noises, covered = np.random.default_rng(0), []
+    for rng in range(200):
+        optima = np.array([-6.6, -6.8, -6.7, -6.75]) + OPTIMUM_SCATTER * noises.standard_normal((seeds, 4))
+        runs = [sweep(of_seed, noise=0.004, seeds=1, rng=200 * rng + n) for n, of_seed in enumerate(optima.tolist())]
+        low, high = fit_transfer(pd.concat([one.assign(seed=n) for n, one in enumerate(runs)])).interval
+        covered.append(low <= -0.15 <= high)
+    assert 0.86 <= np.mean(covered) <= 0.98
 
 
 def test_planted_drift_is_recovered_and_priced() -> None:
@@ -108,10 +114,13 @@ def test_worse_is_more_than_three_standard_errors() -> None:
 def test_the_half_width_is_student_s_with_welch_s_degrees_of_freedom() -> None:
     one, other = 0.1**2, 0.3**2
     dof = (one + other) ** 2 / (one**2 / 4 + other**2 / 9)
-    assert half_width((0.1, 0.3), (4, 9)) == pytest.approx(stats.t.ppf(0.95, dof) * math.sqrt(one + other))
-    assert half_width((0.0, 0.3), (4, 9)) == pytest.approx(stats.t.ppf(0.95, 9) * 0.3)
-    assert half_width((0.0, 0.0), (4, 9)) == 0
-    assert half_width((0.1, math.inf), (4, 9)) == math.inf
+    many, few = (10**9, 10**9), (1, 2)
+    assert half_width((0.1, 0.3), (4, 9), many) == pytest.approx(stats.t.ppf(0.95, dof) * math.sqrt(one + other))
+    assert half_width((0.0, 0.3), (4, 9), many) == pytest.approx(stats.t.ppf(0.95, 9) * 0.3)
+    scatter = stats.norm.ppf(0.95) * OPTIMUM_SCATTER * math.sqrt(1 + 1 / 2)
+    assert half_width((0.0, 0.0), (4, 9), few) == pytest.approx(scatter)
+    assert half_width((0.0, 0.3), (4, 9), few) == pytest.approx(math.hypot(scatter, stats.t.ppf(0.95, 9) * 0.3))
+    assert half_width((0.1, math.inf), (4, 9), few) == math.inf
 
 
 @pytest.mark.parametrize(
