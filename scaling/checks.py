@@ -9,7 +9,8 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 OTHER_NAMES = {
-    "n_params": "n params parameters num_params n_parameters num_parameters param_count model_size non_embedding_params",
+    "n_params": "n params parameters num_params n_parameters num_parameters param_count model_size "
+    "non_embedding_params non_embedding_parameters n_params_non_embedding params_non_embedding n_non_embedding_params",
     "n_tokens": "d tokens num_tokens tokens_seen total_tokens train_tokens training_tokens",
     "loss": "final_loss val_loss eval_loss test_loss validation_loss",
 }

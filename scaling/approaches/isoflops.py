@@ -34,7 +34,7 @@ from scaling.fits.fitting import fit, select
 from scaling.fits.runs import Table, require_convention
 from scaling.forms import Chinchilla
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN, Law
-from scaling.minimizers.bootstrap import stem_weights, widening
+from scaling.minimizers.bootstrap import noise_weights, stem_weights, widening
 from scaling.quantiles import two_sided
 
 SAME_BUDGET = 0.05
@@ -127,7 +127,7 @@ def fit_isoflops(
     budgets = np.full(len(rows), np.nan)
     for grid in grids:
         budgets[grid.rows] = grid.compute
-    even = np.ones(len(rows))
+    even = noise_weights(rows)
     log_n, log_d = np.log(n_params), np.log(n_tokens)
 
     used, records = [], []
@@ -149,7 +149,9 @@ def fit_isoflops(
     reference = float(np.exp(np.log(points["compute_flops"]).mean()))
 
     weights = stem_weights(pd.factorize(rows["stem"])[0], n_bootstrap, seed)
-    draws, unanswered = resampled(n_bootstrap, lambda i: _powers(used, log_n, log_d, loss, weights[i], reference))
+    draws, unanswered = resampled(
+        n_bootstrap, lambda i: _powers(used, log_n, log_d, loss, even * weights[i], reference)
+    )
     estimate = _powers(used, log_n, log_d, loss, even, reference)
     assert estimate is not None  # noqa: S101 - every budget in use has a vertex
     draws = drawn_apart(estimate, draws, _widening(used, log_n, rows["stem"]))

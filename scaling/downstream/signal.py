@@ -25,6 +25,8 @@ from scaling.fits.runs import Table, naming, read_runs
 from scaling.presentation import lines, number
 from scaling.serialization import JsonResult
 
+NEARLY_ALL = 0.99
+"""Least share of a run's tokens at its end: runs have whole batches (assumed)."""
 LAST_CHECKPOINTS = 5
 """Checkpoints of a run, counted from its end, that show the noise (assumed; 2508.13144 takes up to 30 of longer runs)."""
 MIN_RATIO = 5.0
@@ -128,6 +130,8 @@ def ends_and_checkpoints(
         n_params, n_tokens = numbers(table, "n_params"), numbers(table, "n_tokens")
         numbers(table, metric, inclusive=True)
         tokens = numbers(table, "tokens") if "tokens" in table else n_tokens
+        if "tokens" not in table and "run" in table:  # tokens so far of each row
+            n_tokens = pd.Series(tokens).groupby(names(table, "run")).transform("max").to_numpy()
         if (late := tokens > n_tokens).any():
             first = int(np.argmax(late))
             raise ValueError(
@@ -139,7 +143,8 @@ def ends_and_checkpoints(
         run = [
             f"{of:g} parameters, {to:g} tokens, {each}" for of, to, each in zip(n_params, n_tokens, name, strict=True)
         ]
-        at_end = tokens == n_tokens
+        last = pd.Series(tokens).groupby(run).transform("max").to_numpy()
+        at_end = (tokens == last) & (tokens >= NEARLY_ALL * n_tokens)
         return table[at_end].assign(run=np.array(run)[at_end]), table[~at_end].assign(run=np.array(run)[~at_end])
 
 

@@ -42,6 +42,8 @@ _COUNT = re.compile(
     re.IGNORECASE,
 )
 _HEADER = re.compile(r"(?:(.+?)_(?:in_)?)(k|m|b|g|t|thousand|million|billion|trillion)s?_*")
+TOTAL = "n_params_total total_params n_total_params total_parameters n_total"
+"""Names of columns with all parameters, without capitals and punctuation."""
 _PF_DAYS = re.compile(r"(?:.*_)?(?:pf|pflops?|petaflops?)(?:_s)?_?days?_*")
 _RATIO = ("tokens_per_param", "tokens_per_parameter", "d_n")
 _PREFIXES = ["", *"kmgtpezy", "kilo", "mega", "giga", "tera", "peta", "exa", "zetta", "yotta"]
@@ -74,6 +76,8 @@ def as_found(table: pd.DataFrame, columns: Mapping[str, str] = NO_COLUMNS) -> pd
         named = [(name, factor) for name in table.columns if (factor := _factor(str(name), column)) is not None]
         if len(named) == 1:
             name, factor = named[0]
+            if column == "n_params":
+                _require_no_total(table, str(name))
             table = renamed(table, name, column)
             notes.append(f"{column} is column {name}" + (f", in units of {factor:.0e}" if factor != 1 else ""))
             if column in COUNTS:
@@ -102,6 +106,16 @@ def as_found(table: pd.DataFrame, columns: Mapping[str, str] = NO_COLUMNS) -> pd
         table = renamed(table, found[0], BYTES)
     table.attrs[NOTES] = tuple(notes)
     return table
+
+
+def _require_no_total(table: pd.DataFrame, name: str) -> None:
+    """Raise ValueError if another column has the count that includes embeddings, unless a law of experts needs both."""
+    totals = [each for each in table.columns if plain(str(each)).strip("_") in TOTAL.split()]
+    if "embedding" in plain(name) and totals:
+        raise ValueError(
+            f"n_params may be column {name} or {totals[0]}: name the one that n_params_convention means, as "
+            f"columns={{'n_params': {name!r}}} or --params {name}"
+        )
 
 
 def compute_unit(name: str) -> float | None:
@@ -137,11 +151,11 @@ def _as_stated(table: pd.DataFrame, columns: Mapping[str, str], notes: list[str]
     table = table.rename(columns={name: column for column, name in columns.items()})
     table.attrs[FOUND_AS] = {**table.attrs.get(FOUND_AS, {}), **columns}
     for column, name in columns.items():
-        of_unit = _HEADER.fullmatch(plain(name)) if column in COUNTS and name != column else None
+        of_unit = _HEADER.fullmatch(plain(str(name))) if column in COUNTS and name != column else None
         factor = _FACTORS[of_unit[2]] if of_unit else 1.0
         if column in COUNTS:
-            table[column] = _scaled(table, column, name, factor)
-        if column == "loss" and _BITS_PER_BYTE.fullmatch(plain(name)):
+            table[column] = _scaled(table, column, str(name), factor)
+        if column == "loss" and _BITS_PER_BYTE.fullmatch(plain(str(name))):
             table.attrs[UNIT] = PER_BYTE
         if name != column:
             notes.append(f"{column} is column {name}" + (f", in units of {factor:.0e}" if factor != 1 else ""))

@@ -25,12 +25,9 @@ RUNS = [
     "uid",
     "uuid",
     "trial_id",
-    "experiment_id",
-    "exp_id",
-    "job_id",
 ]
 """Names of columns that hold one training run each."""
-LABELS = ["name", "experiment", "experiment_name", "exp", "trial", "job"]
+LABELS = ["name", "experiment", "experiment_name", "experiment_id", "exp", "exp_id", "trial", "job", "job_id"]
 """Names of columns that hold a training run, or a label of several runs."""
 STEPS = ["step", "steps", "global_step", "iteration", "iterations", "iter", "train_step", "train_steps"]
 LEAST_EVEN = 8
@@ -57,6 +54,8 @@ class SharedRuns:
 def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -> SharedRuns | None:
     """Return the rows that share a training run; None if each row seems to be a separate run.
 
+    A column of runs that the caller names decides alone, and so does one whose names all differ.
+
     Args:
         table: Rows as found.
         n_params, n_tokens: Checked columns of the same rows.
@@ -72,8 +71,11 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
             raise ValueError(
                 f"a run must have a single n_params, got {sizes[row]} in that of row {row_name(table, row)}"
             )
+        return _shared("run", table["run"], n_tokens, certain=True) if table["run"].duplicated().any() else None
     called = {column: plain(str(column).split("/")[-1]).strip("_") for column in table.columns}
     steps = any(name in STEPS for name in called.values())
+    if any(called[column] in RUNS and _is_unique(table[column]) for column in called):
+        return None
     named = [
         column
         for names in (RUNS, LABELS)
@@ -88,8 +90,17 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
         column, run, certain = "n_params", n_params, False
     else:
         return None
+    return _shared(column, run, n_tokens, certain=certain)
+
+
+def _shared(column: Hashable, run: pd.Series, n_tokens: pd.Series, *, certain: bool) -> SharedRuns:
     last = n_tokens.groupby(run.to_numpy()).transform("max")
     return SharedRuns(column=column, run=run, earlier=(n_tokens < last).to_numpy(), certain=certain)
+
+
+def _is_unique(names: pd.Series) -> bool:
+    """Whether every row has another name; numbers may only count the rows."""
+    return bool(len(names) and all(isinstance(name, str) for name in names) and not names.duplicated().any())
 
 
 def last_of_runs(table: pd.DataFrame, *by: str) -> pd.DataFrame:

@@ -11,16 +11,20 @@ from numpy.typing import NDArray
 from scaling.checks import plain
 
 _RECIPE = """lr learning_rate max_lr peak_lr base_lr min_lr matrix_lr embedding_lr lr_max lr_min lr_peak lr_schedule schedule scheduler
-lr_scheduler bs batch batch_size global_batch_size batch_tokens tokens_per_batch wd weight_decay warmup warmup_steps warmup_tokens
-warmup_fraction warmup_ratio optimizer optim beta1 beta2 beta_1 beta_2 adam_beta1 adam_beta2 momentum eps epsilon adam_eps dropout
-clip grad_clip gradient_clip max_grad_norm init_std label_smoothing z_loss ema decay_fraction"""
+lr_scheduler bs batch batch_size global_batch_size batch_tokens tokens_per_batch wd weight_decay warmup warmup_steps
+warmup_tokens warmup_fraction warmup_ratio optimizer optim variant arm recipe method beta1 beta2 beta_1 beta_2 adam_beta1
+adam_beta2 momentum eps epsilon adam_eps dropout clip grad_clip gradient_clip max_grad_norm init_std label_smoothing z_loss ema
+decay_fraction"""
 RECIPE_COLUMNS = frozenset(_RECIPE.split())
 """Names of hyperparameter columns, without capitals and punctuation. A seed is no hyperparameter: runs of other seeds are repeats."""
+_ENDINGS = ("lr", "learning_rate", "bs", "batch_size", "batch_size_tokens", "weight_decay", "wd")
+"""Last words of further names of rates, batches and decays, such as `adam_lr`."""
 
 
 def is_recipe(column: Hashable) -> bool:
     """Whether a column is named like a hyperparameter, with any prefix (`config/lr`, `optim.lr`)."""
-    return plain(str(column).split("/")[-1].split(".")[-1]).strip("_") in RECIPE_COLUMNS
+    name = plain(str(column).split("/")[-1].split(".")[-1]).strip("_")
+    return name in RECIPE_COLUMNS or f"_{name}".endswith(tuple(f"_{ending}" for ending in _ENDINGS))
 
 
 def worse_recipes(

@@ -6,13 +6,12 @@ import numpy as np
 import pandas as pd
 
 from scaling.checks import column_name, or_nan, plain, row_name
-from scaling.fits.as_found import NOTES
+from scaling.fits.as_found import NOTES, TOTAL
 from scaling.forms.expert_law import SPARSITY
 
 ACTIVE = (
     "n_params_active active_params n_active_params active_parameters n_active activated_params activated_parameters"
 )
-TOTAL = "n_params_total total_params n_total_params total_parameters n_total"
 EXPERTS = "n_experts num_experts experts"
 CHOSEN = "k top_k topk experts_per_token n_experts_per_token num_experts_per_tok"
 """Other names of columns, without capitals and punctuation."""

@@ -14,6 +14,7 @@ from scaling.mixtures.best import Search
 from scaling.mixtures.mixture_bounds import MixtureLimits
 from scaling.mixtures.mixture_law import MixtureLaw
 from scaling.mixtures.mixture_law import Objective as Wanted
+from scaling.mixtures.table import WEIGHT
 from scaling.presentation import lines
 from scaling.serialization import JsonResult, OrNan, TableLayout
 from scaling.threads import single_threaded
@@ -32,6 +33,7 @@ class NextMixtures(JsonResult):
         scale: n_params and n_tokens of the objective, if the law has them.
         value: objective of the present best mixture.
         spread: standard deviation of this objective by the law, without a run's noise.
+        weight_prefix: prefix of the columns of weights, as in the fitted table.
         runs: in order: a weight for each domain; n_params, n_tokens and flops as far as the runs have them; gain, the expected fall of
             the best mixture's objective by this run; spread after the run.
     """
@@ -41,6 +43,15 @@ class NextMixtures(JsonResult):
     value: float
     spread: OrNan
     runs: Annotated[pd.DataFrame, TableLayout("records")] = field(repr=False)
+    weight_prefix: str = WEIGHT
+
+    @property
+    def weights(self) -> pd.DataFrame:
+        """The columns of weights."""
+        return self.runs[[name for name in self.runs if name.startswith(self.weight_prefix)]]
+
+    def _domain(self, column: str) -> str:
+        return column.removeprefix(self.weight_prefix)
 
     @property
     def about(self) -> str:
@@ -53,12 +64,12 @@ class NextMixtures(JsonResult):
 
     def __str__(self) -> str:
         """Table of the runs with their largest weights and gains, and the lines of `about`."""
-        weights = self.runs[[name for name in self.runs if name.startswith("weight_")]]
+        weights = self.weights
         shown = self.runs.drop(columns=list(weights)).copy()
         for name in shown:
             digits = "{:.2g}" if name in ("flops", "gain", "spread") else "{:.3g}"
             shown[name] = shown[name].map(digits.format)
-        shown["mixture"] = [_largest(row) for _, row in weights.iterrows()]
+        shown["mixture"] = [_largest(row) for _, row in weights.rename(columns=self._domain).iterrows()]
         return f"{shown.to_string(index=False)}\n{self.about}"
 
 
@@ -96,7 +107,7 @@ def following_mixtures(
         pick = int(np.argmax(gains / flops))
         run = replace(possible, x=possible.x[[pick]], s=possible.s[[pick]])
         wanted = wanted.and_run(run)
-        row = {f"weight_{name}": w for name, w in zip(fit.domains, mixtures[number[pick]], strict=True)}
+        row = {f"{fit.weight_prefix}{name}": w for name, w in zip(fit.domains, mixtures[number[pick]], strict=True)}
         row |= shared | {str(name): float(x) for name, x in sizes.iloc[size[pick]].items()}
         row |= {"flops": float(flops[pick])} if _has_compute(fit) else {}
         row |= {"gain": max(float(gains[pick]), 0.0), "spread": float(wanted.deviation(points[:1], of_run=False)[0])}
@@ -107,6 +118,7 @@ def following_mixtures(
         value=value,
         spread=spread,
         runs=pd.DataFrame(chosen),
+        weight_prefix=fit.weight_prefix,
     )
 
 
@@ -124,4 +136,4 @@ def _flops(fit: MixtureLaw, sizes: pd.DataFrame, size: Array) -> Array:
 
 def _largest(weights: pd.Series[float]) -> str:
     most = weights[weights >= 0.005].nlargest(4)
-    return ", ".join(f"{name.removeprefix('weight_')} {weight:.2f}" for name, weight in most.items())
+    return ", ".join(f"{name} {weight:.2f}" for name, weight in most.items())

@@ -234,14 +234,21 @@ def _labels(rows: pd.DataFrame, found: pd.DataFrame) -> pd.Series[str]:
 def _shapes(rows: pd.DataFrame, found: pd.DataFrame, baseline: str) -> pd.Series[str]:
     """Return N and D as a label of each row at a size of the baseline, "" for other rows.
 
-    Runs of equal 6ND but unequal N and D have different losses, so they must not be averaged or paired.
+    Runs of equal 6ND but unequal N and D have different losses, so they must not be averaged or paired. A row without one of the two
+    has no label; a table without one of them has the other as labels if the baseline has a single compute at each.
     """
-    known = [column for column in ("n_params", "n_tokens") if column in rows]
-    shape = pd.Series("", index=found.index)
-    for column in known:
-        shape = shape + pd.to_numeric(rows[column], errors="coerce").map("{:g} ".format).to_numpy()
-    own = shape[found["variant"] == baseline]
-    shared = own.groupby(found["flops"].map("{:.3g}".format)).nunique().max() > 1
+    named = [column for column in ("n_params", "n_tokens") if column in rows]
+    computes, is_baseline = found["flops"].map("{:.3g}".format), found["variant"] == baseline
+    if not named:
+        return pd.Series("", found.index)
+    counts = pd.DataFrame(
+        {column: pd.to_numeric(rows[column], errors="coerce").to_numpy() for column in named}, found.index
+    )
+    shape = counts.map("{:g}".format).agg(" ".join, axis=1).where(np.isfinite(counts).all(axis=1), "")
+    if len(named) == 1 and computes[is_baseline].groupby(shape[is_baseline]).nunique().max() > 1:
+        return pd.Series("", found.index)
+    own = shape[is_baseline & (shape != "")]
+    shared = own.groupby(computes).nunique().max() > 1
     strays = found.loc[~shape.isin(own), "variant"]
     if shared and len(strays):
         raise ValueError(

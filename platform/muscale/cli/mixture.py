@@ -24,7 +24,7 @@ def mixture(
     at_most: Words = (),
     available_tokens: Words = (),
     n_tokens: float | None = None,
-    max_epochs: float = 4.0,
+    max_epochs: float | None = None,
     n_params: float | None = None,
     next: Whole = 4,
     predict: Path | None = None,
@@ -45,7 +45,7 @@ def mixture(
         at_most: Upper bound of a domain's weight, `DOMAIN=WEIGHT`; may be repeated.
         available_tokens: Number of tokens that a domain has, `DOMAIN=TOKENS`; may be repeated. Needs --n-tokens.
         n_tokens: Number of tokens of the planned run.
-        max_epochs: Maximum number of epochs over any domain.
+        max_epochs: Maximum number of epochs over any domain, 4 by default. Needs --available-tokens.
         n_params: Size of the planned run, if the runs differ in size.
         next: Number of mixtures to suggest; 0 for none.
         predict: Only print the losses predicted for this table of mixtures (weight_DOMAIN, and n_params and n_tokens if they
@@ -63,14 +63,17 @@ def mixture(
         )
     if html and not html.absolute().parent.is_dir():
         raise StudyFileError(f"mixture: --html {html}: there is no folder {html.absolute().parent}")
+    if max_epochs is not None and not available_tokens:
+        raise StudyFileError(f"mixture: --max-epochs {max_epochs:g} needs --available-tokens")
     low, high = _numbers("at-least", at_least), _numbers("at-most", at_most)
     limits: MixtureLimits = {
         "bounds": {name: (low.get(name, 0.0), high.get(name, 1.0)) for name in {**low, **high}},
         "available_tokens": _numbers("available-tokens", available_tokens),
         "n_tokens": n_tokens,
-        "max_epochs": max_epochs,
         "n_params": n_params,
     }
+    if max_epochs is not None:
+        limits["max_epochs"] = max_epochs
     wanted = _numbers("objective", objective) or None
     with result_alone(json):
         try:
@@ -107,9 +110,11 @@ def _predictions(fit: MixtureFit, path: Path, columns: Columns, n_params: float 
 
 def _numbers(option: str, words: tuple[str, ...]) -> dict[str, float]:
     """Return the numbers of `NAME=NUMBER` words, by name."""
-    found = {}
+    found: dict[str, float] = {}
     for word in words:
         name, _, number = word.partition("=")
+        if name in found:
+            raise StudyFileError(f"mixture: --{option} must name {name} once, got {word!r} and {found[name]:g}")
         try:
             found[name] = float(number)
         except ValueError:

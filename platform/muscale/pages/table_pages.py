@@ -89,8 +89,8 @@ def write_mixture_page(
         ),
     ]
     if following:
-        shown = following.runs.round(dict.fromkeys(following.runs.filter(like="weight_"), 4))
-        columns = shown.rename(columns=lambda name: name.removeprefix("weight_")).T
+        shown = following.runs.round(dict.fromkeys(following.weights, 4))
+        columns = shown.rename(columns=lambda name: name.removeprefix(following.weight_prefix)).T
         table = columns.rename(columns=lambda number: f"run {number + 1}").rename_axis("weight of").reset_index()
         sections.append(
             _of_mixture_law(

@@ -23,6 +23,7 @@ from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import AxisLaw, BatchLaw, Decision, Forecast, HorizonLaw, ScalingFit, StageLaw
+from scaling.fits.forecast import interval_factor
 
 FOLLOWED = 8.0
 """Factor beyond its longest grid at which a horizon law needs longer horizons: at 24× beyond grids of 64 to 256 steps its rate
@@ -225,7 +226,8 @@ class Planner:
         found = self.fit.forecast(self.model.n_params, self.n_tokens, level=self.config.plan.level, **self._columns)
         wider = math.exp(self.batch.effect) if self.batch else 1.0
         reasons = (*found.reasons, *repeats(self.decision.epochs), *self._off_policy)
-        return replace(found, low=found.low / wider, high=found.high * wider, reasons=reasons)
+        scale = found.log_scale + math.log(wider) / interval_factor(found.level)
+        return replace(found, low=found.low / wider, high=found.high * wider, log_scale=scale, reasons=reasons)
 
     def _stages(self, planned: Forecast) -> Iterator[StageForecast]:
         """Forecasts for the starts of the last stage that the ladder's runs have."""

@@ -171,6 +171,10 @@ def test_another_batch_counts_by_its_largest_effect(
     plan = Planner(config, config.hyperparameters, horizon, law).plan()
     assert plan.batch is not None
     assert plan.batch.effect > 0
+    upper = 0.5 + plan.forecast.level / 2
+    assert plan.forecast.probability(plan.forecast.high) == pytest.approx(upper), (
+        "the scale is that of the widened bounds"
+    )
     assert loss_target(law, plan, plan.forecast.high)(plan.model, plan.n_tokens) == pytest.approx(0.95)
     alone = loss_target(law, replace(plan, batch=None), plan.forecast.high)(plan.model, plan.n_tokens)
     assert alone > 0.95

@@ -67,6 +67,13 @@ def test_centred_grids_of_an_even_surface_would_have_no_bias() -> None:
     assert max(abs(bias[name]) for name in bias if name.endswith("_centred")) < 1e-4
 
 
+def test_a_noisy_run_counts_less() -> None:
+    runs = isoflops(EVEN).assign(noise=0.001)
+    runs.loc[1, ["loss", "noise"]] = runs.loc[1, "loss"] * 1.05, 0.5
+    assert two(runs).params_exponent == pytest.approx(0.5, abs=5e-4)
+    assert abs(two(runs.drop(columns="noise")).params_exponent - 0.5) > 0.002
+
+
 def test_resampled_intervals_cover_the_noise() -> None:
     """Of five budgets of seven runs each, not drawn apart, they held two in three."""
     covered = []

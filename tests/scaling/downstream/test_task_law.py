@@ -13,6 +13,7 @@ from scipy.special import expit
 
 from scaling import Law, ScalingError, TaskLaw, fit_task
 from scaling.downstream.falling_score import inflation_of
+from scaling.downstream.signal import ends_and_checkpoints
 
 Ladder = Callable[..., pd.DataFrame]
 SHARES = (0.25, 0.5, 0.7, 0.85, 1.0)
@@ -210,7 +211,22 @@ def test_bad_arguments_are_named(table: pd.DataFrame, options: dict[str, Any], n
 
 def test_a_table_without_the_ends_of_runs_is_refused(table: pd.DataFrame) -> None:
     with pytest.raises(ValueError, match="n_tokens"):
-        fitted(table.assign(tokens=np.floor(0.999 * table["tokens"])))
+        fitted(table.assign(tokens=np.floor(0.98 * table["tokens"])))
+
+
+def test_a_run_ends_at_its_last_row_although_whole_batches_are_fewer_tokens(table: pd.DataFrame) -> None:
+    whole = fitted(table).forecast(1e9, 2e10)
+    short = table.assign(tokens=np.floor(0.9995 * table["tokens"]))
+    assert fitted(short).forecast(1e9, 2e10).value == pytest.approx(whole.value, rel=1e-3)
+
+
+def test_rows_of_a_run_without_its_length_are_checkpoints_before_its_last(table: pd.DataFrame) -> None:
+    runs = table["n_params"].astype(str) + " " + table["n_tokens"].astype(str)
+    so_far = table.assign(n_tokens=table["tokens"], run=runs).drop(columns="tokens")
+    ends, before = ends_and_checkpoints(so_far, "accuracy")
+    known, earlier = ends_and_checkpoints(table, "accuracy")
+    assert (len(ends), len(before)) == (len(known), len(earlier))
+    assert sorted(ends["n_tokens"]) == sorted(known["n_tokens"])
 
 
 @pytest.mark.parametrize("value", [0.0, 0.25, 1.0])

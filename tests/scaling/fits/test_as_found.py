@@ -14,6 +14,7 @@ from scaling import fit
 from scaling.fits.as_found import BYTES, NOTES, PF_DAY
 from scaling.fits.runs import check_runs, read_runs
 from scaling.forms.law import compute_flops
+from tests.scaling.conftest import planted_ladder
 from tests.scaling.fits.test_units import ladder
 
 PLAIN = ladder(14)[["n_params", "n_tokens", "loss"]].round({"n_params": -4, "n_tokens": -4})
@@ -275,3 +276,15 @@ def test_the_last_row_of_each_run_that_the_caller_names_is_fitted() -> None:
 def test_an_error_lists_the_columns_of_the_file() -> None:
     with pytest.raises(ValueError, match=r"got Params, flops, score"):
         rows_of(pd.DataFrame({"Params": PLAIN["n_params"], "flops": 1e20, "score": PLAIN["loss"]}))
+
+
+@pytest.mark.parametrize("name", ["non_embedding_params", "n_params_non_embedding"])
+def test_two_counts_of_parameters_are_not_chosen_between(name: str) -> None:
+    runs = planted_ladder()
+    both = runs.rename(columns={"n_params": "total_params"}).assign(**{name: 0.7 * runs["n_params"]})
+    with pytest.raises(ValueError, match=rf"{name} or total_params"):
+        fit(both, n_params_convention="total", n_bootstrap=2)
+    found = fit(both, n_params_convention="total", n_bootstrap=2, columns={"n_params": "total_params"})
+    assert found.n_params_range == fit(runs, n_params_convention="total", n_bootstrap=2).n_params_range
+    alone = both.drop(columns="total_params")
+    assert fit(alone, n_params_convention="without embeddings", n_bootstrap=2).n_params_range[0] == pytest.approx(7e6)

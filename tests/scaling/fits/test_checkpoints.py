@@ -42,6 +42,17 @@ def test_the_last_row_of_each_run_is_kept(columns: dict[str, str]) -> None:
     assert set(found.left_out["reason"]) == {MID_RUN}
 
 
+@pytest.mark.parametrize("columns", [{"run": "ID"}, {}])
+def test_runs_that_differ_in_their_id_are_separate_whatever_names_they_share(columns: dict[str, str]) -> None:
+    n, d = (grid.ravel() for grid in np.meshgrid(SIZES, (1e9, 2e9, 4e9, 8e9)))
+    table = pd.DataFrame({"n_params": n, "n_tokens": d, "loss": 1.7 + 420 / n**0.34 + 900 / d**0.31})
+    labels = {"ID": [f"x{i}" for i in range(len(n))], "Name": [f"ladder-{size:.0f}" for size in n], "_step": d / 1e6}
+    found = fit(table.assign(**labels), n_params_convention="total", n_bootstrap=4, columns=columns)
+    assert (found.n_rows, len(found.left_out)) == (24, 0)
+    of_one_job = fit(table.assign(job_id=labels["Name"]), n_params_convention="total", n_bootstrap=4)
+    assert (of_one_job.n_rows, of_one_job.status) == (24, "doubtful"), "a job may train several runs"
+
+
 def test_curves_of_one_length_are_too_few_runs() -> None:
     with pytest.raises(TooFewRunsError):
         fit(curves({"Name": "m{i}", "ID": "x{i}", "_step": "{step}"}), n_params_convention="total", n_bootstrap=4)

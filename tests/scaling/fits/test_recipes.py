@@ -26,6 +26,11 @@ def searched(column: str = "lr", values: tuple[object, ...] = (0.001, 0.004, 0.0
         ("Learning Rate", (0.001, 0.004, 0.016)),
         ("config/batch_size", (64, 128, 256)),
         ("optimizer", ("sgd", "adamw", "lion")),
+        ("peak_learning_rate", (0.001, 0.004, 0.016)),
+        ("optim/adam_lr", (0.001, 0.004, 0.016)),
+        ("global_bs", (64, 128, 256)),
+        ("variant", ("base", "wide", "deep")),
+        ("arm", ("base", "wide", "deep")),
     ],
 )
 def test_the_best_of_each_cell_is_kept(column: str, values: tuple[object, ...]) -> None:

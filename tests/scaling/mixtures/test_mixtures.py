@@ -142,6 +142,16 @@ def test_the_documented_search_for_a_mixture_uses_the_runs_it_trains() -> None:
         assert len(fit_mixture(names["runs"]).weights) == len(runs) + 4
 
 
+def test_a_repeated_row_is_refused_and_the_next_runs_have_the_table_s_names() -> None:
+    runs = table(20)
+    with pytest.raises(ValueError, match="row 20 repeats"):
+        fit_mixture(pd.concat([runs, runs], ignore_index=True))
+    shares = runs.rename(columns=lambda name: name.replace("weight_", "p_"))
+    following = fit_mixture(shares, weight_prefix="p_").next_mixtures(2)
+    assert [*following.weights] == [f"p_{name}" for name in DOMAINS]
+    assert "p_" not in str(following)
+
+
 def test_a_single_target_wants_its_own_data(law: MixtureFit) -> None:
     assert law.best("code").weights["code"] > 0.9
     assert law.best("code").p_better > 0.4

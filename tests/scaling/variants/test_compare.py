@@ -135,6 +135,16 @@ def test_a_diverged_run_forbids_a_promotion_and_a_variant_without_another_is_rej
     assert found.next_runs.empty, "no further run makes it one that may be promoted, and it is far from a rejection"
 
 
+@pytest.mark.parametrize("sizes", [math.nan, 1e8])
+def test_a_column_of_sizes_without_values_or_with_one_labels_no_run(sizes: float) -> None:
+    rows = planted(1, {"none": 1.0, "good": 1.3}, noise=3e-4)
+    plain = compare_variants(rows, "baseline")
+    found = compare_variants(rows.assign(n_params=sizes), "baseline")
+    pd.testing.assert_frame_equal(found.table, plain.table)
+    gone = (rows["variant"] == "baseline") & (rows["compute_flops"] > SIZES[1])
+    assert compare_variants(rows[~gone].assign(n_params=sizes), "baseline").table.loc[0, "beyond"] == 4
+
+
 @pytest.mark.parametrize("finished", [1, 2, 3])
 def test_runs_far_from_all_of_the_baseline_are_not_compared(finished: int) -> None:
     """Against the law of two of four sizes, a variant without effect was worth 15 times its compute."""
