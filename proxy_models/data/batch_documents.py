@@ -102,17 +102,20 @@ class _TrainingTokens:
         return self.tokenizer.decode(tokens[tokens != self.tokenizer.end_of_document])
 
     def add_lines(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Set the line of each row of this source."""
+        """Set the line of each row of this source, and for cleaned text the file."""
         if self.tokenizer is None:
             return
         source = Source(**self.files.manifest["source"])
+        by_file: dict[str, list[dict[str, Any]]] = {}
+        for row in sorted(rows, key=lambda row: int(row["token"])):
+            by_file.setdefault(row["file"], []).append(row)
         for index, entry in enumerate(self.files.manifest["files"][: len(self._starts) - 1]):
-            own = sorted((row for row in rows if row["file"] == entry["path"]), key=lambda row: int(row["token"]))
-            if own:
+            if own := by_file.get(entry["path"]):
                 before = self._n_before(self._starts[index], [row["token"] for row in own], lines=source.kind == "text")
-                lines = None if source.kind == "text" else _lines(source, entry, self._fraction, set(before))
+                places = None if source.kind == "text" else _places(source, entry, self._fraction, set(before))
                 for row, count in zip(own, before, strict=True):
-                    row["line"] = count + 1 if lines is None else lines.get(count)
+                    place = (entry["path"], count + 1) if places is None else places.get(count, (entry["path"], None))
+                    row["file"], row["line"] = place
 
     @property
     def _fraction(self) -> float:
@@ -142,20 +145,23 @@ def _training_tokens(entry: dict[str, Any]) -> int | None:
     return found
 
 
-def _lines(source: Source, entry: dict[str, Any], fraction: float, wanted: set[int]) -> dict[int, int]:
-    """Return lines or rows by number of the training document in a file; none if the file's size has changed."""
+def _places(source: Source, entry: dict[str, Any], fraction: float, wanted: set[int]) -> dict[int, tuple[str, int]]:
+    """Return file and line or row by number of the training document in a file; none if the file's size has changed.
+
+    A document of cleaned text has the file and line from which it came.
+    """
     path = source.files()[0] / entry["path"] if Path(source.path).exists() else Path(source.path)
     if not path.is_file() or path.stat().st_size != entry["bytes"]:
         return {}
     alone = replace(source, path=str(path)) if source.kind in _ONE_FILE else source
     name = path.name if alone is not source else entry["path"]
-    found: dict[int, int] = {}
+    found: dict[int, tuple[str, int]] = {}
     count, begins = 0, True
     for piece in pieces(alone, fraction):
-        if piece.file != name or piece.split != "train":
+        if piece.read_from != name or piece.split != "train":
             continue
         if begins and count in wanted:
-            found[count] = piece.line
+            found[count] = piece.file if piece.file != name else entry["path"], piece.line
             if len(found) == len(wanted):
                 break
         count, begins = count + piece.closes, piece.closes

@@ -119,7 +119,7 @@ def pieces(source: Source, validation_fraction: float, report: ReadReport | None
         if source.kind == "text":
             return _of_text(path, name, encoding, validation_fraction, alone=alone)
         unit = "row" if source.kind in ROWS else "line"
-        return _of_records(path, name, records(path, source, encoding), validation_fraction, unit)
+        return _of_records(path, name, records(path, source, encoding), validation_fraction, unit, alone=alone)
 
     yield from read_files(source, read, report)
 
@@ -133,8 +133,11 @@ def read_files(source: Source, read: Callable[[Path, str], Iterator[Part]], repo
     root, files = source.files()
 
     def parts(path: Path) -> Iterator[Part]:
+        name = path.relative_to(root).as_posix()
+        if not _is_utf8(name):
+            raise CorpusError(f"{str(path)!a}: the name of a file must be UTF-8; rename it")
         try:
-            yield from read(path, path.relative_to(root).as_posix())
+            yield from read(path, name)
         except OSError as error:
             raise CorpusError(f"{path}: can't be read ({error.strerror or error})") from error
 
@@ -148,6 +151,14 @@ def read_files(source: Source, read: Callable[[Path, str], Iterator[Part]], repo
                 report.skipped[path.relative_to(root).as_posix()] = str(error)
                 continue
         yield from parts(path)
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _of_text(path: Path, name: str, encoding: str, fraction: float, *, alone: bool) -> Iterator[Piece]:
@@ -174,7 +185,9 @@ def _of_text(path: Path, name: str, encoding: str, fraction: float, *, alone: bo
                 line += content.count(b"\n")
 
 
-def _of_records(path: Path, name: str, found: Iterator[TextRecord], fraction: float, unit: str) -> Iterator[Piece]:
+def _of_records(
+    path: Path, name: str, found: Iterator[TextRecord], fraction: float, unit: str, *, alone: bool
+) -> Iterator[Piece]:
     is_empty, n_blank = True, 0
     for record in found:
         if (text := record.text) is None:
@@ -200,7 +213,7 @@ def _of_records(path: Path, name: str, found: Iterator[TextRecord], fraction: fl
                     read_from=name,
                     counts=counts,
                 )
-    if is_empty:
+    if is_empty and alone:
         raise CorpusError(f"{path}: the file is empty; it must hold at least one document")
     if n_blank:
         _log.warning("%s: skipped %d blank lines and null texts", path, n_blank)

@@ -66,10 +66,14 @@ def encoding_of(path: Path, stated: str | None) -> str:
     Raises:
         CorpusError: If the encoding can't be detected.
     """
-    if stated is not None:
+    if stated is not None and codecs.lookup(stated).name != UTF8:
         return codecs.lookup(stated).name
     with open_content(path) as content:
         head = content.read(HEAD_BYTES)
+    if head.startswith(codecs.BOM_UTF8):
+        return "utf-8-sig"
+    if stated is not None:
+        return UTF8
     for mark, name in _MARKS.items():
         if head.startswith(mark):
             return name

@@ -17,7 +17,7 @@ from proxy_models.data.sources import ROWS, CorpusError, Source, Split, plain_su
 _ROWS = 256  # rows of a table that are held at once
 _BLOCK = 1 << 20  # bytes of JSON that are read at once, or more if a value is longer
 _LONGEST_WORD = 16  # characters; an error of JSON so close to the end of a block may come from the cut
-_LONGEST_FIELD = 1 << 28  # characters of a field of CSV (assumed); a longer field lacks its closing quote
+LONGEST_FIELD = 1 << 28  # characters of a field of CSV (assumed); a longer field lacks its closing quote
 _DELIMITERS = ",\t;|"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _Object = dict[str, Any]
@@ -117,9 +117,14 @@ def _with_origin(record: TextRecord, value: _Object, path: Path) -> TextRecord:
 
 
 def _field(record: _Object, field: str, where: str) -> Any:
-    """Return the value of a field; `content.text` is the field `text` of `content` unless a field has the whole name."""
+    """Return the value of a field; `content.text` is the field `text` of `content` unless a field has the whole name.
+
+    A null on the way to a nested field is a null text.
+    """
     value: Any = record
     for part in (field,) if field in record else field.split("."):
+        if value is None:
+            return None
         if not isinstance(value, dict) or part not in value:
             raise NoFieldError(f"{where}: no field {field!r}, only {', '.join(map(repr, record)) or 'none'}")
         value = value[part]
@@ -143,7 +148,7 @@ def _json_lines(content: Content, path: Path) -> Iterator[tuple[int, _Object | N
             raise CorpusError(
                 f"{where}: byte {line[error.start]:#04x} at {error.start} ({error.reason}); text must be UTF-8"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorpusError(f"{where}: not JSON ({error})") from error
         if not isinstance(value, dict):
             raise CorpusError(f"{where}: each line must be an object, got {_short(value)}")
@@ -202,6 +207,8 @@ class _JsonReader:
                 is_cut = error.msg.startswith("Unterminated") or error.pos + _LONGEST_WORD >= len(self._text)
                 if not (is_cut and self._more()):
                     raise self.error(error.msg, error.pos) from error
+            except RecursionError as error:
+                raise self.error(str(error)) from error
             else:
                 line, self._at = self._line_of(self._at), end
                 return line, value
@@ -232,7 +239,7 @@ class _JsonReader:
 
 
 def _csv_rows(path: Path, fields: Sequence[str], encoding: str) -> Iterator[Row]:
-    csv.field_size_limit(_LONGEST_FIELD)  # a limit of the whole process; the default is 128 KiB
+    csv.field_size_limit(LONGEST_FIELD)  # a limit of the whole process; the default is 128 KiB
     with open_content(path, encoding) as content:
         line = 1
         try:

@@ -301,7 +301,17 @@ class Source:
 
 
 def _all_files(root: Path) -> list[Path]:
-    return [path for path in sorted(root.rglob("*")) if path.is_file()]
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root, followlinks=True):
+        above = {os.path.realpath(parent) for parent in (Path(folder), *Path(folder).parents)}
+        folders[:] = [name for name in folders if not _leads_up(Path(folder, name), above)]
+        found += (path for path in map(Path(folder).joinpath, names) if path.is_file())
+    return sorted(found)
+
+
+def _leads_up(folder: Path, above: set[str]) -> bool:
+    """Return whether a folder is a link to one that holds it, which would be read without end."""
+    return folder.is_symlink() and os.path.realpath(folder) in above
 
 
 def _library_files(root: Path) -> list[Path]:

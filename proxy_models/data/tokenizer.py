@@ -141,6 +141,7 @@ class FileTokenizer:
         self._loaded.no_padding()
         self._loaded.encode_special_tokens = True
         self.end_name = end_of_document or end or _usual_end(self._loaded, path)
+        self._reserve_end()
         identifier = self._loaded.token_to_id(self.end_name)
         if identifier is None:
             raise CorpusError(f"{path}: end_of_document must be a token of this tokenizer, got {self.end_name!r}")
@@ -149,6 +150,14 @@ class FileTokenizer:
         self.name = f"{kind} {self._key(given)}"
         self.vocab_size = max(self._loaded.get_vocab().values()) + 1
         self.end_of_document: int = identifier
+
+    def _reserve_end(self) -> None:
+        """Mark an added token that closes documents as special, so that no text spells it."""
+        import tokenizers
+
+        added = {token.content: token.special for token in self._loaded.get_added_tokens_decoder().values()}
+        if added.get(self.end_name) is False:
+            self._loaded.add_special_tokens([tokenizers.AddedToken(self.end_name, special=True, normalized=False)])
 
     def _key(self, content: bytes) -> str:
         return hashlib.sha256(content + self.end_name.encode()).hexdigest()[:16]

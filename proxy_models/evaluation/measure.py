@@ -83,7 +83,8 @@ class Subject:
             evaluation mode.
         numerics: Numerics of its run: member, seed and held-out tokens.
         text: The corpus of its run; None if it is not here, as for a bundle elsewhere.
-        tokens: Tokens trained so far.
+        tokens: Tokens that its run has trained so far.
+        position: Tokens of the corpus at which token 0 of its run is.
         progress: Folder of this evaluation, where a measure that takes long keeps what it has done, in a file named after its key, so
             that it continues after an interruption; None keeps nothing.
         own_tokenizer: The tokenizer, where it is known without the corpus.
@@ -93,6 +94,7 @@ class Subject:
     numerics: Numerics
     text: Corpus | None
     tokens: int
+    position: int = 0
     progress: Path | None = None
     own_tokenizer: Tokenizer | None = None
 

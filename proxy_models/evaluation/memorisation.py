@@ -75,7 +75,7 @@ class Memorisation:
                 "memorisation is measured on text that counts as a whole, but a source of the corpus has prompts"
             )
         stream = training_stream(corpus, context, numerics.seed, run_tokens=numerics.run_tokens)
-        read = stream.starts_before(subject.tokens)
+        read = stream.starts_before(subject.position + subject.tokens)
         held_out = (corpus.held_out or corpus).sources.values()
         ranges = subject.ranks.from_first(
             lambda: repeated_windows(

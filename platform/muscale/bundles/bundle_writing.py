@@ -59,6 +59,7 @@ class FinishedRun:
         config: The resolved study file.
         lineage: Origin of the run, by stage or by segment.
         runs: All runs of the ledger.
+        position: Tokens of the corpus at which token 0 of the run is.
     """
 
     chain: Chain
@@ -72,6 +73,7 @@ class FinishedRun:
     config: dict[str, Any]
     lineage: dict[str, Any]
     runs: pd.DataFrame
+    position: int = 0
 
 
 def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
@@ -228,6 +230,7 @@ def _write_data(run: FinishedRun, folder: Path) -> None:
         folder / parts.DATA,
         {
             "key": corpus.key,
+            "position": run.position,
             "manifest": corpus.manifest,
             "sources": sources,
             "epochs": corpus.epochs(

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from muscale.actors.cluster import cluster
-from muscale.bundles.bundle import MODEL, SCHEDULE, Bundle
+from muscale.bundles.bundle import DATA, MODEL, SCHEDULE, Bundle
 from muscale.bundles.bundle_files import MANIFEST
 from muscale.errors import StageError, last_line
 from muscale.fingerprint import package_fingerprint
 from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint, evaluation_of, open_corpus
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
 from muscale.full_runs.promote.async_evaluation import evaluate_in_task
-from muscale.layout import CORPUS
+from muscale.layout import CORPORA, CORPUS
 from muscale.ray_connection import require_room
 from muscale.settings.tables import ResourceSettings
 from proxy_models.architecture.families import family_of
+from proxy_models.data.corpus import Corpus
+from proxy_models.data.sources import CorpusError
 from proxy_models.evaluation.measure import Measure, Subject
 from proxy_models.training.device import usable
 from proxy_models.training.precision import DTYPES
@@ -72,8 +75,8 @@ def evaluate(
         )
     began = time.perf_counter()
     bundle = Bundle.open(where)
-    numerics, beside = bundle.numerics, where.resolve().parent.parent / CORPUS
-    folder = Path(corpus) if corpus else beside if beside.exists() else None
+    numerics = bundle.numerics
+    folder = Path(corpus) if corpus else _corpus_of(where.resolve().parent.parent, numerics.corpus_key)
     tokenizer = bundle.tokenizer()
     if tokenizer is None and measures and folder is None:
         raise StageError(f"{where}: its tokens are not from text; pass the folder of its corpus as corpus=…")
@@ -85,8 +88,18 @@ def evaluate(
         text=open_corpus(folder, numerics.corpus_key) if folder else None,
         own_tokenizer=tokenizer,
         tokens=int(bundle.read(SCHEDULE)[-1]["end"]),
+        position=int(bundle.read(DATA).get("position", 0)),
     )
     return evaluation_of(subject, measures, where, began)
+
+
+def _corpus_of(study: Path, key: str) -> Path | None:
+    """The folder of a corpus in the study's directory, also of a continuation's; None if it is not there."""
+    for folder in (study / CORPUS, *sorted((study / CORPORA).glob("*"))):
+        with suppress(CorpusError, OSError):
+            if Corpus.open(folder).key == key:
+                return folder
+    return None
 
 
 def _evaluate_on_workers(where: Path, options: dict[str, Any], device: str, workers: int) -> CheckpointEvaluation:

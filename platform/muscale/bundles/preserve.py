@@ -122,6 +122,7 @@ def _amended_run(study: StudyContents, started: dict[str, Any], done: Amended) -
         config=study.config.to_dict(),
         lineage={"segments": plain(done.lineage), "plan": registered and registered["payload"]},
         runs=study.ledger.runs(),
+        position=done.lineage[-1].position,
     )
 
 

@@ -13,10 +13,12 @@ from muscale.settings import corpus as data
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
+from muscale.store.lineage import input_key
 from proxy_models.data.cleaning.duplicate_share import NearDuplicateShare, near_duplicate_shares
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.leaks.leak_report import LeakReport
 from proxy_models.data.leaks.leak_search import find_leaks
+from proxy_models.data.sources import CorpusError, Source
 
 SHOWN = 10
 """Passages that are named in messages."""
@@ -129,6 +131,30 @@ def check_leaks(
     )
     ledger.record_result(ResultKind.LEAKS, corpus.key, converter.unstructure(report))
     return LeakCheck(report=report, most_leaked=config.corpus.most_leaked)
+
+
+def shared_text(
+    new: Corpus, earlier: Corpus, ledger: Ledger, on_progress: Callable[[int, int], None]
+) -> LeakReport | None:
+    """Look for held-out text of an earlier corpus in the training text of a new one, and record the result.
+
+    None: it can't be compared, since a source is gone or they hold out different shares.
+    """
+    fractions = {files.manifest["validation_fraction"] for of in (new, earlier) for files in of.sources.values()}
+    if len(fractions) != 1 or not (new.sources and earlier.sources):
+        return None
+    key = input_key(new.key, earlier.key)
+    if (known := ledger.result(ResultKind.LEAKS, key)) is None:
+        sources = [
+            {name: Source(**files.manifest["source"]) for name, files in of.sources.items()} for of in (new, earlier)
+        ]
+        try:
+            report = find_leaks(*sources, validation_fraction=fractions.pop(), on_progress=on_progress)
+        except (CorpusError, OSError):
+            return None
+        known = converter.unstructure(report)
+        ledger.record_result(ResultKind.LEAKS, key, known)
+    return converter.structure(known, LeakReport)
 
 
 def count_near_duplicates(

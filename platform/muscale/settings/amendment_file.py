@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from muscale.errors import StudyFileError
 from muscale.settings.continuation_file import ParentSettings
 from muscale.settings.corpus import CorpusSettings, Weight
+from muscale.settings.further_corpus import further_errors
 from muscale.settings.overrides import Overrides, override
 from muscale.settings.plan import OF_MODEL
 from muscale.settings.strict import StrictTable, format_errors, lists_to_tuples, rule_of
@@ -145,6 +146,6 @@ class AmendmentFile(StrictTable):
             file = cls(**lists_to_tuples(values))
         except pydantic.ValidationError as error:
             raise StudyFileError("\n".join(format_errors(error, where, cls))) from error
-        if file.own_corpus and (problems := file.own_corpus.cross_field_errors(vocab_size)):
+        if file.own_corpus and (problems := further_errors(file.own_corpus, vocab_size)):
             raise StudyFileError("\n".join(f"{where}: {problem}" for problem in problems))
         return file

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.errors import StudyFileError
 from muscale.settings.corpus import CorpusSettings
+from muscale.settings.further_corpus import further_errors
 from muscale.settings.strict import StrictTable, format_errors, lists_to_tuples
 from muscale.settings.toml_file import read_toml
 from proxy_models.architecture.parametrization import OptimizerName
@@ -87,6 +88,6 @@ class ContinuationFile(StrictTable):
             file = cls(**lists_to_tuples(read_toml(path, StudyFileError)))
         except pydantic.ValidationError as error:
             raise StudyFileError("\n".join(format_errors(error, str(path), cls))) from error
-        if file.own_corpus and (problems := file.own_corpus.cross_field_errors(vocab_size)):
+        if file.own_corpus and (problems := further_errors(file.own_corpus, vocab_size)):
             raise StudyFileError("\n".join(f"{path}: {problem}" for problem in problems))
         return file

@@ -19,6 +19,14 @@ from proxy_models.hashing import content_key
 SAME = "a further corpus must have the tokenizer of the study's"
 
 
+def further_errors(settings: CorpusSettings, vocab_size: int) -> list[str]:
+    """Return the broken rules of a [corpus] that does not continue the earlier one; its default would be another text."""
+    if not {"source", "sources"} & settings.model_fields_set:
+        stated = ", ".join(sorted(settings.model_fields_set)) or "no key"
+        return [f"corpus.source: missing: a [corpus] here is a new corpus; leave [corpus] out to read on, got {stated}"]
+    return settings.cross_field_errors(vocab_size)
+
+
 def write_corpus(
     settings: CorpusSettings,
     first: Corpus,

@@ -141,8 +141,8 @@ class _Run:
                 n_bytes = sum(document.n_bytes for document, _ in shard)
                 counts = {"documents_left": len(shard), "bytes_left": n_bytes}
                 replace(place / name / f"{number:05}.json", json.dumps(counts).encode())
-                last, of_file = shard[-1]
-                self.passes.report((before[last.file] + of_file) / max(1, total))
+                _, (file, of_file) = shard[-1]
+                self.passes.report((before[file] + of_file) / max(1, total))
             if source.fingerprint(prints[name]) != list(prints[name]):
                 shutil.rmtree(self.work)
                 raise CorpusError(f"{source}: changed while it was read; clean it again")

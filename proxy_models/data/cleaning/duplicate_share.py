@@ -103,8 +103,8 @@ def near_duplicate_shares(
     }
 
 
-def _sample(source: Source, validation_fraction: float, share: float) -> Iterator[tuple[Document, int]]:
-    """Yield the training documents that are compared, with the bytes read."""
+def _sample(source: Source, validation_fraction: float, share: float) -> Iterator[tuple[Document, tuple[str, int]]]:
+    """Yield the training documents that are compared, with the file and the bytes read."""
     for document, done in documents(source, validation_fraction):
         if document.split == "train" and (share == 1 or _is_low(document.text, share)):
             yield document, done

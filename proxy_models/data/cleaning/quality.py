@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from proxy_models.data.cleaning.cleaning_step import Over, TextVerdict, gathered
 from proxy_models.data.cleaning.shingles import runs_of, word_hashes
 from proxy_models.data.cleaning.text_shards import Document, Shard
 from proxy_models.data.documents import in_validation
+from proxy_models.data.records import LONGEST_FIELD
 from proxy_models.data.sources import CorpusError
 from proxy_models.hashing import file_sha256
 
@@ -96,6 +98,8 @@ class Quality:
                     f"{self.scores}: {place}: must have the text {self.text!r} and the number {self.score!r}, got "
                     f"{repr(row)[:100]}"
                 ) from error
+            if not math.isfinite(score):
+                raise CorpusError(f"{self.scores}: {place}: {self.score!r} must be finite, got {score}")
             yield text, score
 
 
@@ -174,12 +178,16 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield f"line {number}", json.loads(line)
-                except ValueError as error:
+                    yield f"line {number}", json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:
                     raise CorpusError(f"{path}: line {number}: not JSON ({error})") from error
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(newline="", encoding="utf-8") as stream:
-        for number, row in enumerate(csv.DictReader(stream)):
-            yield f"row {number}", row
+    csv.field_size_limit(LONGEST_FIELD)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            for number, row in enumerate(csv.DictReader(stream)):
+                yield f"row {number}", row
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise CorpusError(f"{path}: not CSV in UTF-8 ({error})") from error

@@ -78,8 +78,8 @@ def write_all(found: Iterable[Document], path: Path) -> None:
             write(document, output)
 
 
-def documents(source: Source, validation_fraction: float) -> Iterator[tuple[Document, int]]:
-    """Yield every document, and the bytes of its file that have been read.
+def documents(source: Source, validation_fraction: float) -> Iterator[tuple[Document, tuple[str, int]]]:
+    """Yield every document, the file from which it is read, and the bytes of that file that have been read.
 
     Documents longer than `LONGEST` come in parts. A single text file is one document; its pieces count as documents.
     """
@@ -90,13 +90,16 @@ def documents(source: Source, validation_fraction: float) -> Iterator[tuple[Docu
         content += piece.content
         if piece.closes or not whole or len(content) + len(piece.content) > LONGEST:
             if content:
-                yield Document(content.decode(), piece.file, line, piece.split), piece.done_bytes
+                document = Document(content.decode(), piece.file, line, piece.split)
+                yield document, (piece.read_from, piece.done_bytes)
             content = b""
 
 
-def shards_of(stream: Iterable[tuple[Document, int]]) -> Iterator[list[tuple[Document, int]]]:
+def shards_of(
+    stream: Iterable[tuple[Document, tuple[str, int]]],
+) -> Iterator[list[tuple[Document, tuple[str, int]]]]:
     """Group documents into shards."""
-    shard: list[tuple[Document, int]] = []
+    shard: list[tuple[Document, tuple[str, int]]] = []
     size = 0
     for document, done in stream:
         shard.append((document, done))

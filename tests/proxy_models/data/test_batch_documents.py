@@ -11,6 +11,8 @@ import pytest
 
 from proxy_models.data.batch_documents import batch_documents
 from proxy_models.data.batches import training_stream
+from proxy_models.data.cleaning.clean import clean
+from proxy_models.data.cleaning.exact_duplicates import ExactDuplicates
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.mixture import Mixture, MixtureStage
@@ -170,3 +172,15 @@ def test_epochs_begin_where_the_batches_first_repeat(tmp_path: Path, mixture: Mi
                 expected.append((place.source, place.epoch, number * CONTEXT))
     assert stream.epoch_starts(first * CONTEXT, end * CONTEXT) == expected
     assert len(expected) > 3
+
+
+def test_documents_of_cleaned_text_have_the_file_and_line_from_which_they_came(tmp_path: Path) -> None:
+    write_source(tmp_path / "text", "jsonl")
+    given = Source(path=str(tmp_path / "text"), kind="jsonl")
+    found = clean({"corpus": given}, tmp_path / "clean", [ExactDuplicates()], validation_fraction=0.2)
+    corpus = write_corpus(tmp_path / "corpus", found.sources["corpus"], validation_fraction=0.2, tokenizer=BYTES)
+    stream = training_stream(corpus, CONTEXT, 5)
+    rows = batch_documents(corpus, stream, CONTEXT, 0, BATCH).to_dict("records")
+    assert rows
+    for row in rows:
+        assert row["text"] in origin(tmp_path / "text", "jsonl", row)

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -344,13 +345,9 @@ BROKEN: list[tuple[Kind, str, bytes, str]] = [
     ("jsonl", "b.json", b'[{"text": "a"},\n"b"]', r"b.json: line 2: .*got 'b'"),
     ("jsonl", "b.json", b'[{"text": "a"},\n{"txt": "b"}]', r"b.json: line 2: .*'text'.*'txt'"),
     ("jsonl", "b.json", b'[{"text": "\xff"}]', r"b.json: after line 1: .*0xff"),
-    ("jsonl", "b.json", b"[]", r"b.json: "),
-    ("jsonl", "b.json", b"", r"b.json: "),
     ("csv", "b.csv", b"id,text\n1,a\n2,b,c\n", r"b.csv: line 3: .*2.* got 3"),
     ("csv", "b.csv", b'id,text\n1,a\n2,"b\n', r"b.csv: line 3: "),
     ("csv", "b.csv", b"id,txt\n1,a\n", r"b.csv: .*'text'.*'id', 'txt'"),
-    ("csv", "b.csv", b"id,text\n", r"b.csv: "),
-    ("csv", "b.csv", b"", r"b.csv: "),
     ("parquet", "b.parquet", columns(TEXTS)[:-20], r"b.parquet: "),
     ("cleaned", "b.jsonl", GOOD, r"b.jsonl: line 1: .*'split': None"),
     ("cleaned", "b.jsonl", b'{"text": "a", "file": "x", "line": 1, "split": "test"}', r"b.jsonl: line 1: .*'test'"),
@@ -368,6 +365,66 @@ GOOD_FILES: dict[Kind, tuple[str, bytes]] = {
     "parquet": ("a.parquet", columns(["fine"])),
     "cleaned": ("a.jsonl", cleaned(["fine"])),
 }
+
+
+def test_files_without_a_record_are_listed_and_the_others_read(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, content in (("a.jsonl", lines([f"text {n}" for n in range(60)])), ("b.jsonl", b""), ("c.jsonl", b"\n")):
+        (folder / name).write_bytes(content)
+    corpus = write_corpus(tmp_path / "corpus", Source(path=str(folder), kind="jsonl"), validation_fraction=0.2)
+    (files,) = corpus.sources.values()
+    assert [entry["path"] for entry in files.manifest["empty_files"]] == ["b.jsonl", "c.jsonl"]
+    assert files.manifest["text"]["documents"] == 60
+    (folder / "a.jsonl").unlink()
+    (folder / "c.jsonl").unlink()
+    with pytest.raises(CorpusError, match="empty"):
+        write_corpus(tmp_path / "none", Source(path=str(folder), kind="jsonl"), validation_fraction=0.2)
+
+
+def texts_of(source: Source) -> list[str]:
+    return [piece.content.decode() for piece in pieces(source, 0.2)]
+
+
+def test_a_null_on_the_way_to_a_field_is_a_null_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": {"b": "one"}}\n{"a": null}\n{"a": {"b": "two"}}\n')
+    assert texts_of(Source(path=str(tmp_path), kind="jsonl", field="a.b")) == ["one", "two"]
+    (tmp_path / "a.jsonl").write_text('{"a": {"c": "one"}}\n')
+    with pytest.raises(CorpusError, match=r"no field 'a\.b'"):
+        texts_of(Source(path=str(tmp_path), kind="jsonl", field="a.b"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_json_that_is_nested_too_deep_names_file_and_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"text": "fine"}\n' + '{"a":' * 100_000 + "1" + "}" * 100_000 + "\n")
+    (tmp_path / f"fine{name[1:]}").write_text('{"text": "fine"}\n')
+    with pytest.raises(CorpusError, match=rf"{name}: line 2: not JSON"):
+        texts_of(Source(path=str(tmp_path), kind="jsonl"))
+    assert texts_of(Source(path=str(tmp_path), kind="jsonl", on_error="skip")) == ["fine"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_bytes(b"\xef\xbb\xbf" + f"text {number}".encode())
+    assert texts_of(Source(path=str(tmp_path))) == ["text 0", "text 1", "text 2"]
+    assert texts_of(Source(path=str(tmp_path), encoding="utf-8")) == ["text 0", "text 1", "text 2"]
+
+
+def test_linked_folders_are_read_once_and_links_upwards_not_at_all(tmp_path: Path) -> None:
+    for folder in ("text/own", "elsewhere/deep"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.txt").write_text(folder)
+    (tmp_path / "text" / "shard").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "text" / "own" / "up").symlink_to(tmp_path / "text")
+    assert texts_of(Source(path=str(tmp_path / "text"))) == ["text/own", "elsewhere/deep"]
+
+
+def test_a_file_name_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("fine")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).write_text("more")
+    with pytest.raises(CorpusError, match="caf.*UTF-8"):
+        texts_of(Source(path=str(tmp_path)))
+    assert texts_of(Source(path=str(tmp_path), on_error="skip")) == ["fine"]
 
 
 @pytest.mark.parametrize(("kind", "name", "content", "message"), BROKEN)

@@ -81,6 +81,17 @@ def test_a_special_token_in_a_text_is_text(kind: str, request: pytest.FixtureReq
         assert trained.decode(tokens) == text
 
 
+def test_an_end_that_is_an_ordinary_added_token_is_spelled_by_no_text(tmp_path: Path) -> None:
+    content = json.loads(train_bpe([WORDS], 280))
+    for token in content["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    given = FileTokenizer(tmp_path / "tokenizer.json")
+    (tokens,) = given.encode([f"a{END_OF_TEXT}b".encode()])
+    assert given.end_of_document not in tokens
+    assert given.decode(tokens) == f"a{END_OF_TEXT}b"
+
+
 def test_ends_of_documents_are_ends_of_lines(bpe: FileTokenizer) -> None:
     end = np.array([bpe.end_of_document], dtype=np.uint32)
     first, second = bpe.encode([b"one", b"two"])

@@ -107,6 +107,16 @@ def test_times_count_whole_windows_in_the_sequences_of_each_source(
             assert times[tuple(tokens)] == n
 
 
+def test_a_run_that_begins_behind_another_counts_what_both_read(memorised: Subject) -> None:
+    half = memorised.tokens // 2
+    whole, later = (
+        MEASURE.measure(replace(memorised, tokens=tokens, position=position))
+        for tokens, position in ((memorised.tokens, 0), (memorised.tokens - half, half))
+    )
+    assert later == whole
+    assert MEASURE.measure(replace(memorised, tokens=half)) != whole
+
+
 def test_a_window_longer_than_a_sequence_is_refused(memorised: Subject) -> None:
     with pytest.raises(ValueError, match="65"):
         Memorisation(prefix_tokens=33, continuation_tokens=33).measure(memorised)

@@ -44,6 +44,7 @@ class Amendment(Result):
         reason: Why the parent is amended; empty for a continuation, which follows its parent.
         changes: What an amendment changes, by dotted key.
         control: Steps of the parent's recipe to train for comparison; None: none.
+        shared: Warnings about held-out text of earlier corpora in a new corpus's training text.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Amendment(Result):
     reason: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
     control: int | None = None
+    shared: tuple[str, ...] = ()
 
     @cached_property
     def key(self) -> str:
@@ -188,6 +190,7 @@ class Amendment(Result):
         return [
             *read_again(self.corpus, self.parent.lineage, self.position),
             *self._other_order,
+            *(f"warning: {line}" for line in self.shared),
             *(
                 f"warning: {line}"
                 for line in self.corpus.warnings(

@@ -19,6 +19,7 @@ from muscale.full_runs.amend.parent import (
     require_checkpoint,
 )
 from muscale.layout import CORPORA
+from muscale.proxies.leak_check import shared_text
 from muscale.settings.amendment_file import AmendmentFile
 from muscale.settings.config import StudyConfig
 from muscale.settings.continuation_file import ContinuationFile
@@ -71,6 +72,7 @@ def plan_continuation(
             corpus=corpus,
             evaluation_tokens=evaluation,
             seed=file.seed,
+            shared=_shared(corpus, parent, config, ledger, on_progress) if file.own_corpus else (),
             changes=file.changes | {"n_tokens": parent.tokens_before + file.n_tokens},
         )
 
@@ -128,6 +130,7 @@ def plan_amendment(
             corpus=corpus,
             evaluation_tokens=evaluation,
             seed=file.seed,
+            shared=_shared(corpus, parent, config, ledger, on_progress) if file.own_corpus else (),
             reason=file.reason,
             changes=file.changes,
             control=file.control,
@@ -222,6 +225,21 @@ def _corpus(
             "on in its last stage, or set another mixture"
         )
     return corpus, settings.evaluation_tokens
+
+
+def _shared(
+    corpus: Corpus, parent: Parent, config: StudyConfig, ledger: Ledger, on_progress: OnProgress
+) -> tuple[str, ...]:
+    """Name the earlier corpora of whose held-out text a new corpus trains on more than corpus.most_leaked."""
+    found = []
+    for past in {past.corpus: past for past in parent.lineage if past.corpus != corpus.key}.values():
+        report = shared_text(corpus, Corpus.open(ledger.directory / past.folder), ledger, on_progress)
+        if report and report.share > config.corpus.most_leaked:
+            found.append(
+                f"the run trains on {report.share:.1%} of the held-out words of {past.label}: its loss on them will be too low, and "
+                "shows no forgetting"
+            )
+    return tuple(found)
 
 
 def _remixed(corpus: Corpus, file: AmendmentFile, parent: Parent, end: int, ledger: Ledger) -> Corpus:

@@ -78,7 +78,15 @@ def subject_at(
     # by content: after a rollback another checkpoint may have the same tokens, and so the same name
     progress = directory / EVALUATED / file_sha256(path / MANIFEST) if keep_progress else None
     model = _model(run, path, mesh or usable(device))
-    return Subject(model=model, numerics=run.numerics, text=text, tokens=tokens_of(path), progress=progress), path
+    subject = Subject(
+        model=model,
+        numerics=run.numerics,
+        text=text,
+        tokens=tokens_of(path),
+        position=run.position,
+        progress=progress,
+    )
+    return subject, path
 
 
 def evaluation_of(subject: Subject, measures: Sequence[Measure], where: Path, began: float) -> CheckpointEvaluation:

@@ -25,19 +25,27 @@ class RunDescription:
         multipliers: Multipliers of the forward pass, including tuned ones.
         corpus: Folder of the corpus; relative to the run's directory in the file, since both may be moved together.
         n_tokens: Tokens of the complete run, D.
+        position: Tokens of the corpus at which token 0 of the run is.
     """
 
     numerics: Numerics
     multipliers: ForwardMultipliers
     corpus: Path
     n_tokens: int
+    position: int = 0
 
     @classmethod
     def of(cls, run: FullRun) -> Self:
         """The description of a run."""
         recipe = run.segments[0].recipe
         multipliers = multipliers_of(run.numerics.parametrization(recipe.optimizer), recipe)
-        return cls(numerics=run.numerics, multipliers=multipliers, corpus=run.corpus, n_tokens=run.n_tokens)
+        return cls(
+            numerics=run.numerics,
+            multipliers=multipliers,
+            corpus=run.corpus,
+            n_tokens=run.n_tokens,
+            position=run.position,
+        )
 
     def write(self, directory: Path) -> None:
         """Write the description atomically to a run's directory."""
@@ -46,6 +54,7 @@ class RunDescription:
             "multipliers": asdict(self.multipliers),
             "corpus": os.path.relpath(self.corpus.resolve(), directory.resolve()),
             "n_tokens": self.n_tokens,
+            "position": self.position,
         }
         with atomic_write(directory / RUN) as unfinished:
             unfinished.write_text(json.dumps(values, indent=1))
@@ -61,6 +70,7 @@ class RunDescription:
                 multipliers=ForwardMultipliers(**values["multipliers"]),
                 corpus=(directory / values["corpus"]).resolve(),
                 n_tokens=int(values["n_tokens"]),
+                position=int(values.get("position", 0)),
             )
         except FileNotFoundError as error:
             raise StageError(f"{path}: no such file; a full run writes it to its directory when it starts") from error

@@ -22,7 +22,6 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import now
 from proxy_models.evaluation.measure import Measure
-from proxy_models.files import atomic_write
 
 Launcher = Callable[[FullRun], dict[str, Any]]
 """Trains a run to its end, and returns its result."""
@@ -185,6 +184,7 @@ def train_worker(config: dict[str, Any]) -> None:
     import torch
     from ray.train.torch import get_device
 
+    from muscale.full_runs.records.attempts import keep_failure
     from muscale.full_runs.train.attempt import train
 
     torch.set_num_threads(config["threads"])
@@ -193,5 +193,4 @@ def train_worker(config: dict[str, Any]) -> None:
         train(run, device=get_device())
     except StageError as error:  # the same error on all workers
         if ray.train.get_context().get_world_rank() == 0:
-            with atomic_write(run.directory / FAILURE) as unfinished:
-                unfinished.write_text(str(error))
+            keep_failure(run.directory, error)

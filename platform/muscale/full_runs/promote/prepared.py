@@ -21,7 +21,7 @@ from muscale.errors import LedgerUnavailableError, MuscaleError, StageError, Stu
 from muscale.formatting import format_read_error
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
-from muscale.layout import COLLECTIVES, CORPUS, LEDGER, LEDGER_PLACE
+from muscale.layout import COLLECTIVES, CORPUS, FAILURE, LEDGER, LEDGER_PLACE
 from muscale.plans.plan import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
@@ -153,7 +153,8 @@ def train_here(path: Path) -> dict[str, Any]:
     config, run = _read(path)  # before the slow imports
     if isinstance(model := run.numerics.model, ModuleConfig):
         announce(model.family)
-    from muscale.full_runs.distributed import adopt_slurm, broadcast_from_rank0, process_group, rank_device
+    from muscale.full_runs.distributed import adopt_slurm, broadcast_from_rank0, process_group, rank, rank_device
+    from muscale.full_runs.records.attempts import keep_failure
     from muscale.full_runs.train.attempt import train
 
     adopt_slurm()
@@ -170,7 +171,14 @@ def train_here(path: Path) -> dict[str, Any]:
 
         if error := broadcast_from_rank0(refusal):  # raised on every rank, so that none waits for rank 0
             raise error
-        return train(run, device=device)
+        if rank() == 0:
+            (run.directory / FAILURE).unlink(missing_ok=True)
+        try:
+            return train(run, device=device)
+        except StageError as failure:
+            if rank() == 0:
+                keep_failure(run.directory, failure)
+            raise
 
 
 def _hold_lease(held: ExitStack, config: StudyConfig, directory: Path) -> None:

@@ -19,7 +19,7 @@ from muscale import json_lines
 from muscale.errors import LeaseLostError
 from muscale.full_runs.distributed import rank
 from muscale.full_runs.records import goodput, retries
-from muscale.layout import EVALUATIONS, METRICS, RESULT
+from muscale.layout import EVALUATIONS, FAILURE, METRICS, RESULT
 from muscale.store.spike_handling import Incident, read_incidents, record_incident, utc_now
 from proxy_models.files import atomic_write
 
@@ -94,6 +94,12 @@ class Attempt:
         with atomic_write(self.directory / RESULT) as unfinished:
             unfinished.write_text(json.dumps(result))
         return result
+
+
+def keep_failure(directory: Path, error: Exception) -> None:
+    """Write the error for which a run failed for good to its directory, where `muscale watch` reads it."""
+    with atomic_write(directory / FAILURE) as unfinished:
+        unfinished.write_text(str(error))
 
 
 def _why_ended(known: list[dict[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """Preemption notices: the run saves and ends with an exit code that asks for a restart.
 
-A notice is SIGTERM (torchrun, batch systems, containers), SIGUSR1 under Slurm (`--signal=USR1@120`), or a file in the run's
-directory, for launchers whose workers receive no signals: Ray trains in a thread.
+A notice is SIGINT (Ctrl-C; a second one interrupts at once), SIGTERM (torchrun, batch systems, containers), SIGUSR1 under Slurm
+(`--signal=USR1@120`), or a file in the run's directory, for launchers whose workers receive no signals: Ray trains in a thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PreemptionNotice:
         """Install signal handlers in the main thread; Lightning's handlers would start a collective in the middle of a step."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for which in (signal.SIGTERM, *((signal.SIGUSR1,) if "SLURM_JOB_ID" in os.environ else ())):
+        for which in (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if "SLURM_JOB_ID" in os.environ else ())):
             signal.signal(which, self._hear)
 
     def __call__(self) -> bool:
@@ -46,5 +46,7 @@ class PreemptionNotice:
         with suppress(FileNotFoundError):  # the notice was a signal
             self.file.replace(self.file.with_name(OBEYED))
 
-    def _hear(self, _signal: int, _frame: object) -> None:
+    def _hear(self, which: int, _frame: object) -> None:
+        if which == signal.SIGINT and self._heard:
+            raise KeyboardInterrupt
         self._heard = True

@@ -160,6 +160,11 @@ class FullRunModule(L.LightningModule):
                 "promote: fp16 needs a single process, because each process would scale its own loss; use bf16"
             )
         corpus, numerics = Corpus.open(run.corpus), run.numerics
+        if corpus.key != numerics.corpus_key:
+            raise StageError(
+                f"promote: {run.corpus}: must be the corpus of the run, {numerics.corpus_key}, got {corpus.key}: its text or settings "
+                "changed; restore them, or begin another run"
+            )
         self._all_count = corpus.all_count
         self._stream = training_stream(
             corpus, numerics.model.context_length, numerics.seed, run_tokens=numerics.run_tokens

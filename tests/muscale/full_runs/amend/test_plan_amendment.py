@@ -296,3 +296,22 @@ def test_two_workers_train_a_continuation_from_the_command_line(case: Case, capf
     alone = case.trained(CONTINUATION)
     assert output["before"]["own"] == pytest.approx(alone.before.own, rel=1e-4)
     assert call() == 0
+
+
+@pytest.mark.parametrize("keys", ["evaluation_tokens = 1024", "validation_fraction = 0.2"])
+def test_a_corpus_without_a_source_is_refused(case: Case, keys: str) -> None:
+    """Its default, the standard library's source, was trained on without a word."""
+    with pytest.raises(StudyFileError, match=r"corpus\.source"):
+        case.planned(f"{CONTINUATION}[corpus]\n{keys}\n")
+    with pytest.raises(StudyFileError, match=r"corpus\.source"):
+        case.amended(corpus__evaluation_tokens=1024)
+
+
+def test_held_out_text_that_a_new_corpus_trains_on_is_named(case: Case) -> None:
+    (case.directory / "more" / "text").mkdir(parents=True)
+    for file in (case.directory / "text").iterdir():
+        shutil.copyfile(file, case.directory / "more" / "text" / file.name)
+    found = case.planned(f'{CONTINUATION}[corpus]\nsource = "more"\n')
+    assert [note for note in found.notes if "held-out words" in note]
+    apart = case.planned(f'{CONTINUATION}[corpus]\nsource = "code"\n')
+    assert not [note for note in apart.notes if "held-out words" in note]

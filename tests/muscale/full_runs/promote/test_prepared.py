@@ -19,10 +19,11 @@ from muscale.cli.entry import run
 from muscale.errors import LeaseHeldError
 from muscale.full_runs.promote.prepared import commands_of, prepare, read, train_here
 from muscale.full_runs.promote.promotion import begin, promote
-from muscale.layout import FULL_RUNS, RESULT
+from muscale.layout import FAILURE, FULL_RUNS, RESULT
 from muscale.plans.gate import Gate
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger_tables import ResultKind
+from proxy_models.data.corpus_writing import write_corpus
 from tests.muscale.gloo_ranks import GlooRanks
 from tests.muscale.planted_ladder import registered_plan
 from tests.muscale.planted_secrets import PLANTED, holding, leaking_processes
@@ -102,6 +103,25 @@ def test_a_run_that_another_process_trains_is_refused_and_nothing_is_written(mak
             train_here(Path(prepared.path))
         assert run(["train", prepared.path]) == 2
     assert [file.name for file in directory.iterdir()] == ["prepared.json"]
+
+
+def test_another_corpus_is_refused_and_the_failure_kept_for_watch(make_study: MakeStudy) -> None:
+    path = make_study()
+    study = Study.open(path, SMALL, quiet=True)
+    plan = registered_plan(path, study.ledger, *SMALL)
+    directory = study.directory / FULL_RUNS / plan.key
+    prepared = prepare(plan, study.config, study.config.shared_numerics(study.corpus, study.directory), directory)
+    shutil.move(study.corpus.folder, tmp := study.directory / "kept")
+    for file in (study.directory / "text").iterdir():
+        file.write_text(file.read_text().upper())
+    write_corpus(study.corpus.folder, str(study.directory / "text"))
+    with pytest.raises(StageError, match=study.corpus.key):
+        train_here(Path(prepared.path))
+    assert study.corpus.key in (directory / FAILURE).read_text()
+    shutil.rmtree(study.corpus.folder)
+    shutil.move(tmp, study.corpus.folder)
+    assert train_here(Path(prepared.path))["tokens"] == plan.n_tokens
+    assert not (directory / FAILURE).exists()
 
 
 def test_a_file_that_is_no_prepared_run_is_refused_in_words(tmp_path: Path) -> None:

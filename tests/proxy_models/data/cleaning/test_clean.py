@@ -430,3 +430,35 @@ def test_a_killed_process_is_continued(tmp_path: Path, until: str) -> None:
     assert left(found) == left(whole)
     assert found.manifest["removed"] == whole.manifest["removed"]
     assert not work.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("s.csv", b"text,score\na,nan\n", "row 0.*finite"),
+        ("s.jsonl", b'{"text": "a", "score": Infinity}\n', "line 1.*finite"),
+        ("s.csv", "text,score\ncaf\xe9,1\n".encode("latin-1"), "UTF-8"),
+    ],
+)
+def test_scores_that_no_classifier_can_learn_are_refused(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=rf"{name}: .*{message}"):
+        list(Quality(scores=tmp_path / name, keep=0.5)._scored())
+
+
+@pytest.mark.parametrize("name", ["s.csv", "s.jsonl"])
+def test_scores_may_begin_with_a_mark_and_have_long_texts(name: str, tmp_path: Path) -> None:
+    text = "word " * 40_000
+    rows = f"text,score\n{text},1\n" if name == "s.csv" else json.dumps({"text": text, "score": 1}) + "\n"
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    assert list(Quality(scores=tmp_path / name, keep=0.5)._scored()) == [(text, 1.0)]
+
+
+def test_cleaned_text_can_be_cleaned_again(tmp_path: Path) -> None:
+    texts = [text_of(seed) for seed in range(30)]
+    once = cleaned(tmp_path / "once", {"corpus": write_lines(tmp_path / "text", [*texts, *texts])}, ExactDuplicates())
+    again = cleaned(tmp_path / "again", dict(once.sources), ExactDuplicates())
+    assert counts(again)["exact_duplicates", "corpus"][1] == 30
+    assert sorted(row["text"] for row in left(again)) == sorted(texts)

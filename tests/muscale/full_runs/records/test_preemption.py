@@ -1,0 +1,33 @@
+"""Notices of preemption: each signal is heard, and a second Ctrl-C interrupts."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from muscale.full_runs.records.preemption import NOTICE, PreemptionNotice
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for which, handler in before.items():
+        signal.signal(which, handler)
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_a_notice(which: signal.Signals, tmp_path: Path) -> None:
+    notice = PreemptionNotice(tmp_path)
+    notice.listen()
+    assert not notice()
+    signal.raise_signal(which)
+    assert notice()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_file_is_a_notice(tmp_path: Path) -> None:
+    (tmp_path / NOTICE).touch()
+    assert PreemptionNotice(tmp_path)()
