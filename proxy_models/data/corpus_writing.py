@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from proxy_models.data.token_files import (
     PassProgress,
     TokenFiles,
     recorded_files,
+    with_times,
     write_manifest,
     write_token_files,
 )
@@ -197,7 +199,8 @@ class _Request:
             there, recorded = Source(**manifest["source"]), recorded_files(manifest)
         except (ValueError, TypeError) as error:
             raise CorpusError(f"{files.folder / MANIFEST}: source: not a valid source ({error})") from error
-        found = {file.path: file.content for file in source.fingerprint(recorded)}
+        now = {file.path: file for file in source.fingerprint(recorded)}
+        found = {path: file.content for path, file in now.items()}
         before = {file.path: file.content for file in recorded}
         changed = sorted(path for path in {*found, *before} if found.get(path) != before.get(path))
         differences = [
@@ -216,6 +219,9 @@ class _Request:
                 f"{files.folder}: holds the corpus of {there}, not of {source} as it is now: {'; '.join(differences)}; "
                 "choose another folder or remove this one"
             )
+        if any(now[file.path] != file for file in recorded):  # touched: otherwise each opening would hash them again
+            with suppress(OSError):
+                write_manifest(files.folder, with_times(manifest, now))
 
     def _write(self, folder: Path, on_progress: OnProgress | None) -> Corpus:
         prints = {name: source.fingerprint() for name, source in self.sources.items()}

@@ -245,6 +245,14 @@ def recorded_files(manifest: dict[str, Any]) -> list[SourceFile]:
     return [SourceFile(**{name: entry[name] for name in names}) for entry in listed]
 
 
+def with_times(manifest: dict[str, Any], now: Mapping[str, SourceFile]) -> dict[str, Any]:
+    """Return a manifest with the present times of its files, whose contents are unchanged."""
+    lists = [name for name in ("files", "empty_files", "skipped_files") if name in manifest]
+    return manifest | {
+        name: [{**entry, "modified_ns": now[entry["path"]].modified_ns} for entry in manifest[name]] for name in lists
+    }
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a finished folder.
 

@@ -90,7 +90,7 @@ def as_found(table: pd.DataFrame, columns: Mapping[str, str] = NO_COLUMNS) -> pd
         table.attrs[UNIT] = PER_BYTE
         notes.append(f"loss is column {found[0]}, in {PER_BYTE}")
     for column in COUNTS:
-        if column in table and (cells := _read(table[column])) is not None:
+        if column in table and (cells := read_counts(table[column])) is not None:
             first = next(cell for cell in table[column] if isinstance(cell, str))
             notes.append(f"{column} is text such as {first!r}, read as counts")
             table[column] = cells
@@ -182,7 +182,7 @@ def _scaled(table: pd.DataFrame, column: str, name: str, factor: float) -> pd.Se
     return factor * pd.Series([or_nan(str(cell).replace(",", "")) for cell in table[column]], index=table.index)
 
 
-def _read(cells: pd.Series) -> list[object] | None:
+def read_counts(cells: pd.Series) -> list[object] | None:
     """Return the cells with counts in text as numbers; None if no cell is such text."""
     found = [_COUNT.fullmatch(cell.strip()) if isinstance(cell, str) else None for cell in cells]
     factors = [_FACTORS.get(match[2].lower().removesuffix("s") or "") if match and match[2] else 1.0 for match in found]

@@ -25,7 +25,7 @@ from scaling.fits.as_found import BYTES, NO_COLUMNS, NOTES, PER_BYTE, UNIT, as_f
 from scaling.fits.checkpoints import SharedRuns, checkpoints
 from scaling.fits.recipes import worse_recipes
 from scaling.fits.support import MOST_NATS
-from scaling.fits.unfinished import NO_LOSS, note_of, without_loss
+from scaling.fits.unfinished import NO_LOSS, note_of, unfinished_states, without_loss
 from scaling.fits.units import rows_in_bits
 from scaling.forms.law import NATS, compute_flops
 
@@ -269,7 +269,8 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     if "stem" not in runs:
         finished = np.flatnonzero(reason == "")
         shared = checkpoints(runs.iloc[finished], rows["n_params"].iloc[finished], rows["n_tokens"].iloc[finished])
-    notes, doubts = (*runs.attrs.get(NOTES, ()), *note_of(runs, without)), _doubts(shared)
+    notes = (*runs.attrs.get(NOTES, ()), *note_of(runs, without))
+    doubts = (*_doubts(shared), *unfinished_states(runs[reason == ""]))
     if shared is not None:
         stems = rows["stem"].to_numpy(copy=True)
         stems[finished] = len(rows) + pd.factorize(shared.run)[0]  # differs from the numbers of the other rows

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from scaling.checks import column_name, or_nan, plain, row_name
-from scaling.fits.as_found import NOTES, TOTAL
+from scaling.fits.as_found import NOTES, TOTAL, read_counts
 from scaling.forms.expert_law import SPARSITY
 
 ACTIVE = (
@@ -47,6 +47,9 @@ def with_sparsity(runs: pd.DataFrame) -> pd.DataFrame:
                 f"a law of experts needs a column {SPARSITY} (total over active parameters), or n_params_total next to n_params "
                 f"(active), got {', '.join(map(str, runs.columns))}; a table of dense models needs no such law"
             )
+        for name in ("n_params", total):
+            if (cells := read_counts(table[name])) is not None:
+                table[name] = cells
         n, every = (np.array([or_nan(cell) for cell in table[name]]) for name in ("n_params", total))
         every = np.where(table[total].isna(), n, every)
         if experts is not None and chosen is not None:

@@ -8,12 +8,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from scaling.checks import require_columns, row_name
+from scaling.checks import plain, require_columns, row_name
 from scaling.fits.as_found import NOTES
 
 NO_LOSS = "no loss: the run crashed, diverged or has not ended"
 MOST_WITHOUT_LOSS = 0.5
 """Share of rows without a loss above which the column is taken to be the wrong one (assumed)."""
+_UNFINISHED = ("crashed", "failed", "killed", "running", "preempting", "preempted")
+"""States of runs that did not end as planned, as W&B and others write them."""
 MOST_NAMED = 5
 """Most rows that a note names."""
 
@@ -58,6 +60,21 @@ def note_of(rows: pd.DataFrame, without: NDArray[np.intp]) -> tuple[str, ...]:
     named = ", ".join(row_name(rows, number) for number in without[:MOST_NAMED])
     more = f" and {len(without) - MOST_NAMED} more" if len(without) > MOST_NAMED else ""
     return (f"rows without a loss ({named}{more}) are of runs that crashed, diverged or have not ended: left out",)
+
+
+def unfinished_states(rows: pd.DataFrame) -> tuple[str, ...]:
+    """Return a warning if some of the rows have a state, as W&B exports it, of runs that did not finish."""
+    for column in rows.columns:
+        if plain(str(column)).strip("_") in ("state", "status"):
+            stated = rows[column].astype(str).str.lower()
+            broken = stated.isin(_UNFINISHED)
+            if broken.any() and not broken.all():
+                first = int(broken.to_numpy().argmax())
+                return (
+                    f"{broken.sum()} of {len(rows)} runs have the {column} {rows[column].iloc[first]} (row {row_name(rows, first)}): "
+                    "their losses may be those of unfinished runs; drop them, or give the reason in a column left_out",
+                )
+    return ()
 
 
 def _is_empty(loss: object) -> bool:

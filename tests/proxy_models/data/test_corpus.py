@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from proxy_models.data import sources
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus, write_mixture
 from proxy_models.data.documents import in_validation
@@ -19,6 +21,7 @@ from proxy_models.data.mixture import Mixture, MixtureStage
 from proxy_models.data.sources import EMBEDDED, CorpusError, Source
 from proxy_models.data.token_files import MANIFEST
 from proxy_models.data.tokenizer import TokenizerSettings
+from proxy_models.hashing import file_sha256
 
 TEXTS = {f"part/{number:02}.txt": f"text number {number}\n" * (number + 1) for number in range(20)}
 
@@ -429,3 +432,22 @@ def test_the_table_has_the_fertility_of_each_language_that_a_source_states(tmp_p
     )
     assert table.loc["de", "tokens/word"] == pytest.approx(35, rel=0.02)
     assert table.loc["en", "tokens/word"] == pytest.approx(19 / 5, rel=0.02)
+
+
+def test_touched_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"text {number} " * 50)
+    first = write_corpus(tmp_path / "corpus", str(folder))
+    for file in folder.iterdir():
+        os.utime(file, (1, 1))
+    hashed: list[Path] = []
+
+    def hash_of(path: Path) -> str:
+        hashed.append(path)
+        return file_sha256(path)
+
+    monkeypatch.setattr(sources, "file_sha256", hash_of)
+    assert [write_corpus(tmp_path / "corpus", str(folder)).key for _ in range(2)] == [first.key] * 2
+    assert len(hashed) == 20

@@ -12,6 +12,7 @@ import pytest
 
 from scaling import fit, fit_envelope, fit_mixture, fit_two_step
 from scaling.fits.unfinished import finished
+from tests.scaling.conftest import planted_ladder
 from tests.scaling.fits.test_units import ladder
 from tests.scaling.mixtures.test_mixtures import table as mixtures
 
@@ -70,3 +71,13 @@ def test_a_column_that_is_mostly_empty_is_refused() -> None:
     rows = pd.DataFrame({"task_loss": [1.0, None, None], "other": 1.0})
     with pytest.raises(ValueError, match="task_loss .*2 of 3 .*row 1"):
         finished(rows, "other", "task_loss")
+
+
+def test_runs_whose_state_is_not_finished_are_doubtful() -> None:
+    ladder = planted_ladder()
+    states = np.where(np.arange(len(ladder)) < 2, "crashed", "finished")
+    found = fit(ladder.assign(State=states), n_params_convention="total", n_bootstrap=2)
+    assert found.status == "doubtful"
+    assert any("crashed" in warning for warning in found.warnings)
+    for same in ("finished", "crashed"):
+        assert fit(ladder.assign(State=same), n_params_convention="total", n_bootstrap=2).status == "ok"
