@@ -105,7 +105,7 @@ def test_columns_of_counts_give_the_sparsity() -> None:
     total = (rows["n_params"] * rows["sparsity"]).where(rows["sparsity"] > 1)
     plain = rows.drop(columns="sparsity")
     np.testing.assert_allclose(with_sparsity(plain.assign(n_params_total=total))["sparsity"], rows["sparsity"])
-    in_millions = [f"{each / 1e6:.6f}M" for each in total]
+    in_millions = [f"{each / 1e6:.6f}M" if each > 0 else None for each in total]
     found = with_sparsity(plain.assign(n_params_total=in_millions))["sparsity"]
     np.testing.assert_allclose(found, rows["sparsity"], rtol=1e-4)
     exchanged = plain.assign(n_params=rows["n_params"] * rows["sparsity"], n_params_active=rows["n_params"])
