@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from scaling.checks import require_columns
 from scaling.errors import ScalingError
 from scaling.fits.result import ScalingFit
 from scaling.schedules.schedule_fit import MAX_RATIO
@@ -135,8 +136,10 @@ def fit_stages(runs: pd.DataFrame, fit: ScalingFit) -> StageLaw:
         fit: the law L(N, D) at the planned share.
 
     Raises:
+        ValueError: a column is missing.
         ScalingError: no share is left.
     """
+    require_columns(runs, ("stem", "n_params", "n_tokens", "loss", "share"))
     planned = float(runs["share"].max())
     at = fit.ensemble.log_loss(runs["n_params"].to_numpy(np.float64), runs["n_tokens"].to_numpy(np.float64))
     rows = runs.assign(log_ratio=np.log(runs["loss"].to_numpy(np.float64)) - at)

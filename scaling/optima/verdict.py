@@ -218,7 +218,7 @@ def fit_verdict(rows: pd.DataFrame, *, optima: pd.DataFrame | None = None, one_s
     """
     require_columns(rows, ("along", "size", "over", "value", "n_tokens", "loss"))
     named = {column: names(rows, column) for column in ("along", "over")}
-    rows = rows.assign(**named, n_tokens=numbers(rows, "n_tokens"))
+    rows = rows.assign(**named, size=numbers(rows, "size"), n_tokens=numbers(rows, "n_tokens"))
     sized = rows[rows["along"] != "batch"]
     if sized.empty:
         raise ValueError(f"along must name a scale other than batch, got {sorted(rows['along'].unique())}")

@@ -275,6 +275,7 @@ def fit_common_law(groups: Sequence[pd.DataFrame], *, warmup_steps: float = 0.0)
 
 def largest_fall(curves: pd.DataFrame) -> float:
     """Return the largest sum of a curve's drops of the rate, as a share of its peak."""
+    curves = curves.assign(step=numbers(curves, "step"), lr=numbers(curves, "lr", inclusive=True))
     rates = [part.sort_values("step", kind="stable")["lr"].to_numpy() for _, part in curves.groupby("run")]
     return max(float(-np.minimum(np.diff(rate), 0).sum() / rate.max()) for rate in rates)
 
@@ -300,7 +301,7 @@ class _Group:
     @classmethod
     def of(cls, curves: pd.DataFrame, warmup_steps: float) -> _Group:
         require_columns(curves, ("run", "step", "lr", "loss"))
-        curves = curves.assign(run=names(curves, "run"), noise=noise_of(curves))
+        curves = curves.assign(run=names(curves, "run"), step=numbers(curves, "step"), noise=noise_of(curves))
         numbers(curves[curves["loss"].notna()], "loss")
         prepared, fitted, reached = [], [], []
         for _, part in curves.groupby("run", sort=True):

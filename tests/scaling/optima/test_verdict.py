@@ -269,3 +269,8 @@ def test_bad_tables() -> None:
         fit_verdict(rows().assign(over=lambda table: table["over"].astype(object).mask(table.index == 0)))
     with pytest.raises(ValueError, match="width .*got"):
         fit_verdict(rows((-6.6,), sizes=(32,)))
+
+
+def test_sizes_may_be_text() -> None:
+    grids = depths()
+    assert fit_verdict(grids.assign(size=grids["size"].astype(str))).to_dict() == fit_verdict(grids).to_dict()
