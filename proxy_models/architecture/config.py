@@ -310,7 +310,7 @@ class ModelConfig(Member):
     @property
     def n_sparse_layers(self) -> int:
         """Number of blocks that have experts."""
-        return sum(self.is_sparse(layer) for layer in range(self.n_layers))
+        return 0 if self.n_experts is None else self.n_layers - self.first_dense_layers
 
     def window_of(self, layer: int) -> int | None:
         """Return the most tokens that a position of this block attends to; None: all tokens so far."""
@@ -429,7 +429,8 @@ class ModelConfig(Member):
 
         The masked half counts: `length` without a window, and w·(2 - w / length) in a block with a window of w tokens.
         """
-        n_local = sum(self.window_of(layer) is not None for layer in range(self.n_layers))
+        n_global = self.n_layers // self.global_attention_every if self.global_attention_every else 0
+        n_local = 0 if self.attention_window is None else self.n_layers - n_global
         beyond = max(0, length - (self.attention_window or length))
         return length - n_local / self.n_layers * beyond**2 / length
 

@@ -130,6 +130,18 @@ def test_flops_per_token_are_those_that_torch_counts(config: ModelConfig) -> Non
     assert counter.get_total_flops() == config.train_flops_per_token * sequences[:, 1:].numel()
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"n_experts": 8, "mlp_ratio": 2.0}, {"attention_window": 8, "global_attention_every": 6}]
+)
+def test_counts_do_not_walk_over_the_blocks(more: dict[str, Any]) -> None:
+    """A mistyped depth took minutes to refuse."""
+    deep = ModelConfig(d_model=32, n_layers=10**11, **more)
+    shallow = replace(deep, n_layers=60)
+    assert deep.n_sparse_layers in (0, deep.n_layers)
+    assert deep.attended == pytest.approx(shallow.attended)
+    assert deep.n_matrix_entries / deep.n_layers == pytest.approx(shallow.n_matrix_entries / 60)
+
+
 def test_a_decimal_ratio_makes_whole_widths_whatever_its_rounding() -> None:
     family = ModelFamily(base=ModelConfig(d_model=80, n_layers=2, mlp_ratio=2.7, head_dim=40, rotary_fraction=0.35))
     assert 720 * 2.7 != 1944  # in floating point
