@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from scaling.checks import positive
-from scaling.forms.spending import MOST_FLOPS
 from scaling.presentation import Result, lines
 
 ASSUMED_MFU = 0.40
@@ -179,8 +178,7 @@ class Budget(Result):
     def __post_init__(self) -> None:
         if self.n_devices is not None and not (self.n_devices >= 1 and float(self.n_devices).is_integer()):
             raise ValueError(f"n_devices must be a whole number, at least 1, got {self.n_devices!r}")
-        if require_positive("compute_flops", self.compute_flops) > MOST_FLOPS:
-            raise ValueError(f"compute_flops must be at most {MOST_FLOPS:g}, got {self.compute_flops:g}")
+        require_positive("compute_flops", self.compute_flops)
         if self.accelerator is not None:
             object.__setattr__(self, "accelerator", accelerator(self.accelerator))
 

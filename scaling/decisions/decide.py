@@ -109,6 +109,8 @@ def decide(
         given = Budget(compute_flops=_least(spending, values, float(loss or 0)))
     else:
         given = budget if isinstance(budget, Budget) else Budget(compute_flops=as_number("budget", budget))
+        if given.compute_flops > MOST_FLOPS:
+            raise ValueError(f"the budget must be at most {MOST_FLOPS:g} FLOPs, got {given.compute_flops:g}")
     if tokens_per_param is not None:
         spending = spending.at_ratio(tokens_per_param, given.compute_flops)
     elif fit and (spending.sizes is None or len(np.unique(spending.sizes)) > 1):

@@ -40,6 +40,9 @@ MIN_OWN = 5
 """Fewest runs of the searched family that can reject a source (assumed)."""
 
 LogPrior = Callable[[pd.DataFrame], NDArray[np.float64]]
+Trials = Callable[[pd.DataFrame], tuple[pd.DataFrame, NDArray[np.bool_]]]
+REPEATED = 1e6
+"""Penalty of a point that was tried: larger than any promise of another, smaller than that of a point that is not allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,7 @@ class ResponseSurface(Result):
         *,
         pending: pd.DataFrame | None = None,
         prior: LogPrior | None = None,
+        trials: Trials | None = None,
         seed: int = 0,
     ) -> Point:
         """Suggest the next point at a scale; the same arguments give the same point.
@@ -215,6 +219,8 @@ class ResponseSurface(Result):
             scale: the searched scale; may be left out if the box has none.
             pending: running points, with the scales as columns; they are assumed to finish with their expected losses.
             prior: log density of points (a DataFrame of the coordinates), up to a constant; its weight decays.
+            trials: the points at which trials of given points would be, such as rounded ones, and which of them are allowed.
+                Points are judged there, and one that was tried is not suggested again while others are left.
 
         Raises:
             ValueError: a scale or column is missing, or a value breaks its rule.
@@ -235,7 +241,7 @@ class ResponseSurface(Result):
             design = latin_hypercube(start, len(self.box.names), np.random.default_rng(seed))
             return self._point(self.box.place(design)[n])
         regions = self._to_explore(np.concatenate([self.u[self.cell == cell], u[cells[1:] == cell]]), cell)
-        return self._point(self._most_promising(process, s, cell, prior, generator, regions))
+        return self._point(self._most_promising(process, s, cell, prior, trials, generator, regions))
 
     def _most_promising(
         self,
@@ -243,24 +249,32 @@ class ResponseSurface(Result):
         s: Array,
         cell: int,
         prior: LogPrior | None,
+        trials: Trials | None,
         generator: np.random.Generator,
         regions: list[Region],
     ) -> Array:
-        lowest = self._lowest(process, s, cell, generator)
+        lowest = self._lowest(process, s, cell, generator, trials)
         tried = process.data.u[process.data.cell == cell]
         if not len(tried) and prior is None:
             return lowest
-        bottom = float(self._values(process, lowest[None], s, cell)[0][0])
+        bottom = float(self._values(process, self._tried_at(lowest[None], trials)[0], s, cell)[0][0])
         incumbent = float(self._values(process, tried, s, cell)[0].min()) if len(tried) else bottom
 
-        def score(u: Array) -> Array:
+        def score(points: Array) -> Array:
+            u, allowed = self._tried_at(points, trials)
             mean, std = self._values(process, u, s, cell)
             promise = log_expected_improvement(mean, std, incumbent)
             if prior is not None:
                 promise = promise + PRIOR_WEIGHT / (len(tried) + 1) * self._logs(prior, u)
-            if regions:
-                return np.where(is_within(regions, u), -promise, np.inf)
-            return -promise + FAR * (mean > bottom + NEAR)
+            value = (
+                np.where(is_within(regions, u), -promise, np.inf)
+                if regions
+                else -promise + FAR * (mean > bottom + NEAR)
+            )
+            if trials is None:
+                return np.asarray(value)
+            value = value + REPEATED * np.isclose(u[:, None], tried[None], rtol=0, atol=1e-9).all(axis=2).any(axis=1)
+            return np.where(allowed, value, np.inf)
 
         start = moved_into(regions, lowest, self.box) if regions else lowest[None]
         return minimise(score, self.box, generator, start)
@@ -278,11 +292,30 @@ class ResponseSurface(Result):
         left = untried(self.box, np.concatenate([elsewhere, here]))
         return [region for region in left if region[0] in columns]
 
-    def _lowest(self, process: GaussianProcess, s: Array, cell: int, generator: np.random.Generator) -> Array:
+    def _lowest(
+        self,
+        process: GaussianProcess,
+        s: Array,
+        cell: int,
+        generator: np.random.Generator,
+        trials: Trials | None = None,
+    ) -> Array:
         """Encoded minimum of the mean."""
         best = np.argsort(process.data.w, kind="stable")[:16]
         start = np.clip(process.data.u[best], 0, 1) if len(best) else np.zeros((0, len(self.box.layout.groups)))
-        return minimise(lambda u: self._values(process, u, s, cell)[0], self.box, generator, start)
+
+        def mean(points: Array) -> Array:
+            u, allowed = self._tried_at(points, trials)
+            return np.where(allowed, self._values(process, u, s, cell)[0], np.inf)
+
+        return minimise(mean, self.box, generator, start)
+
+    def _tried_at(self, u: Array, trials: Trials | None) -> tuple[Array, NDArray[np.bool_]]:
+        """Encoded points at which trials of these points would be, and whether each is allowed."""
+        if trials is None:
+            return u, np.ones(len(u), dtype=bool)
+        points, allowed = trials(self.box.decode(u))
+        return self.box.encode(points), allowed
 
     def _drawn_optima(self, best: Array, s: Array, cell: int, generator: np.random.Generator) -> Array:
         """Encoded minima of functions drawn from the posterior, [draws, q]."""

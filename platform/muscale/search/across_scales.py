@@ -154,11 +154,21 @@ class AcrossScales:
 
         for attempt in range(MAX_ATTEMPTS):
             point = surface.suggest(
-                scale, pending=pending, prior=log_prior if has_prior else None, seed=self.seed + attempt
+                scale,
+                pending=pending,
+                prior=log_prior if has_prior else None,
+                trials=self._trials if _is_uneven(space) else None,
+                seed=self.seed + attempt,
             )
             if space.contains(config := config_at(space, point)):
                 return config
         return Draws(space=space, seed=self.seed).propose(number, known)
+
+    def _trials(self, points: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """The points of the configurations at these points, rounded and with inactive values in the middle, and which are allowed."""
+        configs = [config_at(self.space, point) for point in points.to_dict("records")]
+        allowed = np.array([self.space.contains(config) for config in configs])
+        return pd.DataFrame([coordinates(self.space, config) for config in configs], columns=list(points)), allowed
 
     def describe_disagreements(self, known: Known) -> list[str]:
         """Messages about the sources that disagree with the study's own runs: left out, or with another optimum.
@@ -181,6 +191,12 @@ class AcrossScales:
                     "the searcher corrected for it"
                 )
         return messages
+
+
+def _is_uneven(space: Space) -> bool:
+    """Whether points of the box differ from those of their configurations, or are not allowed."""
+    rounded = any(isinstance(space[name], Integer | Ordinal) for name in space.searched)
+    return rounded or bool(space.constraints) or any(distribution.when for distribution in space.values())
 
 
 def _format_offset(space: Space, name: str, offset: float) -> str:

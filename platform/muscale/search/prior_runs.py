@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,12 @@ SHAPE = ("model", "seed", "run_tokens")
 
 def differs_in(row: Mapping[str, Any], defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
     """Difference between a run of the ledger and a study beyond what is searched, "" if none; what the space fixes counts."""
-    searched = {"learning_rate", *space.searched}
     fixed: dict[str, Any] = {name: d.value for name, d in space.items() if isinstance(d, Fixed)}
+    active = {*space.active({**defaults.to_dict(), **fixed, **row["hyperparameters"]})}
+    unlike = {"learning_rate", *space.searched, *(fixed.keys() - active)}
     for found, wanted, free in (
-        (row["hyperparameters"], replace(defaults, **fixed).to_dict(), searched),
-        (row["numerics"], numerics.to_dict(), SHAPE),
+        (row["hyperparameters"], defaults.to_dict() | fixed, unlike),
+        (row["numerics"], numerics.to_dict(), {*SHAPE}),
     ):
         plain = json.loads(json.dumps(wanted))
         for name in {**plain, **found}:  # what is not set may be left out
@@ -75,7 +75,7 @@ def usable_runs(runs: pd.DataFrame, defaults: Hyperparameters, space: Space, num
     rows = []
     for row in runs.to_dict("records"):
         of_stages = row["purpose"] == "ladder" and row["numerics"].get("run_tokens") not in (None, row["n_tokens"])
-        if row["purpose"] != "full" and not of_stages and not differs_in(row, defaults, space, numerics):
+        if row["purpose"] != "full" and not of_stages and not _differs(row, defaults, space, numerics):
             try:
                 values = values_of(row, space.searched)
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # somebody else wrote the ledger
@@ -83,9 +83,20 @@ def usable_runs(runs: pd.DataFrame, defaults: Hyperparameters, space: Space, num
                     f"{runs.attrs.get('ledger', 'the ledger')}: run {row['key']}: can't be read as a run: "
                     f"{type(error).__name__}: {' '.join(str(error).split())}"
                 ) from error
+            active = space.active({**row["hyperparameters"], **values})
+            values = {name: value if name in active else None for name, value in values.items()}
             rows.append({**values, "n_params": row["n_params"], "n_tokens": row["n_tokens"], "loss": row["loss"]})
     table = pd.DataFrame(rows, columns=[*space.searched, "n_params", "n_tokens", "loss"])
     return table.drop_duplicates(ignore_index=True)
+
+
+def _differs(row: Mapping[str, Any], defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
+    """Difference as in `differs_in`, and in the learning rate if the space doesn't search it."""
+    rate, given = row["hyperparameters"].get("learning_rate"), space.get("learning_rate")
+    wanted = given.value if isinstance(given, Fixed) else defaults.learning_rate
+    if "learning_rate" not in space.searched and rate != wanted:
+        return f"its learning_rate is {rate!r}, the study's is {wanted!r}, and it is not searched"
+    return differs_in(row, defaults, space, numerics)
 
 
 def describe_prior_runs(source: Path, defaults: Hyperparameters, space: Space, numerics: Numerics) -> str:
@@ -98,7 +109,7 @@ def describe_prior_runs(source: Path, defaults: Hyperparameters, space: Space, n
         StudyDirectoryError: As `runs_of`.
     """
     rows = [row for row in runs_of(source).to_dict("records") if row["purpose"] != "full"]
-    reasons = Counter(differs_in(row, defaults, space, numerics) for row in rows)
+    reasons = Counter(_differs(row, defaults, space, numerics) for row in rows)
     used = reasons.pop("", 0)
     message = f"using {used} of {len(rows)} runs from {source}"
     return message if used or not rows else f"warning: {message}: {reasons.most_common(1)[0][0]}"

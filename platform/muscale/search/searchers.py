@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from muscale.errors import StageError
 from muscale.search.protocols import Known, Observation
 from muscale.search.record_view import MemoizedByConfig
 from search_spaces import Config, Space
@@ -30,6 +31,8 @@ unclipped, the Gaussian process needs 20 instead of 13 evaluations (Step Law's g
 MAX_ATTEMPTS = 100
 """Suggestions that may break a constraint, which these samplers do not know, before a random draw that satisfies all is used."""
 _STRIDE = 2**16  # distance between the points of a sequence that are tried for one trial
+START_UP = 10
+"""Trials before Optuna's samplers use results (their own default); with priors they are drawn by them, which the samplers can't do."""
 SIGMA = 0.3
 """Initial standard deviation of CMA-ES, as a share of the unit cube's edge (assumed)."""
 
@@ -42,7 +45,11 @@ class Grid:
     first: int = 0  # trial that gets the first point
 
     def propose(self, number: int, known: Known) -> Config:
-        """Return the grid's next point."""
+        """Return the grid's next point; raise StageError behind the last one."""
+        if number - self.first >= len(self.configs):
+            raise StageError(
+                f"sweep: the grid has {len(self.configs)} configurations, so trial {number} has none; lower sweep.trials"
+            )
         return dict(self.configs[number - self.first])
 
 
@@ -108,12 +115,18 @@ class OptunaSearcher:
     def _contains(self) -> MemoizedByConfig[bool]:
         return MemoizedByConfig(self.space.contains)
 
+    @cached_property
+    def _has_prior(self) -> bool:
+        return any(distribution.prior for distribution in self.space.values())
+
     def propose(self, number: int, known: Known) -> Config:
-        """Return the sampler's suggestion for trial `number`."""
+        """Return the sampler's suggestion for trial `number`; the first trials are drawn by the space's priors, if it has any."""
         import optuna
 
         from muscale.search.optuna_space import optuna_params_of, suggest
 
+        if self._has_prior and len(known.observations) + len(known.pending) < START_UP:
+            return Draws(space=self.space, seed=self.seed).propose(number, known)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))
         kept = _kept([seen for seen in known.observations if self._contains(seen.config)], self.most)
@@ -171,7 +184,9 @@ class CmaEs:
         from cmaes import CMA
 
         n = len(self.space.axes)
-        strategy = CMA(mean=np.full(n, 0.5), sigma=SIGMA, bounds=np.tile([0.0, 1.0], (n, 1)), seed=self.seed)
+        strategy = CMA(
+            mean=self.space.from_prior(np.full(n, 0.5)), sigma=SIGMA, bounds=np.tile([0.0, 1.0], (n, 1)), seed=self.seed
+        )
         observations = [seen for seen in known.observations if self._contains(seen.config)]
         losses = clipped_losses(observations, CLIP)
         size = strategy.population_size

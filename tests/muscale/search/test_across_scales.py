@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -11,7 +12,7 @@ import pytest
 
 from muscale.search.across_scales import AcrossScales, expected_drift
 from muscale.search.protocols import Observation
-from search_spaces import Choice, Condition, Config, Fixed, LogUniform, Ordinal, Space, Uniform
+from search_spaces import Choice, Condition, Config, Constraint, Fixed, LogUniform, Ordinal, Space, Uniform
 
 RATE = LogUniform(low=1e-3, high=1e-1)
 
@@ -134,3 +135,67 @@ def test_known_runs_without_an_inactive_value_count(missing: float | None) -> No
     config = searcher(space, pd.DataFrame(rows)).propose(0, Trials([], space=space))
     assert config["optimizer"] == "lion"
     assert abs(math.log2(cast(float, config["learning_rate"]) / 0.006)) < 0.5
+
+
+SIZES = Ordinal(values=tuple(2**k for k in range(10, 16)))
+BETA2 = Ordinal(values=(0.9, 0.95, 0.98, 0.99, 0.995, 0.999))
+
+
+def search_for(space: Space, excess: Callable[[Config], float], n_trials: int) -> list[Observation]:
+    search, trials = searcher(space), Trials([], space=space)
+    for number in range(n_trials):
+        config = search.propose(number, trials)
+        trials.observations.append(Observation(config=config, loss=3 * math.exp(excess(config))))
+    return trials.observations
+
+
+def test_a_grid_of_ordinals_is_not_tried_twice() -> None:
+    """The best point of the surface rounds to the same configuration again and again; every trial would be the same run."""
+    space = Space({"batch_tokens": SIZES, "beta2": BETA2})
+
+    def excess(config: Config) -> float:
+        batch, beta2 = (cast(float, config[name]) for name in ("batch_tokens", "beta2"))
+        return 0.01 * ((math.log2(batch) - 13.6) ** 2 + (math.log2(1 - beta2) + 6) ** 2)
+
+    seen = search_for(space, excess, 20)
+    assert len({(s.config["batch_tokens"], s.config["beta2"]) for s in seen}) == 20
+    best = min(excess({"batch_tokens": b, "beta2": x}) for b in SIZES.values for x in BETA2.values)
+    assert min(excess(s.config) for s in seen) == pytest.approx(best)
+
+
+def test_a_value_that_another_choice_excludes_does_not_keep_the_search() -> None:
+    """beta1 matters to adamw alone, which is far better at its best beta1."""
+    space = Space(
+        {
+            "optimizer": Choice(values=("adamw", "lion")),
+            "learning_rate": RATE,
+            "beta1": Uniform(low=0.0, high=1.0, when=Condition.from_dict({"optimizer": ["adamw"]})),
+        }
+    )
+
+    def excess(config: Config) -> float:
+        rate = 0.02 * math.log2(cast(float, config["learning_rate"]) / 0.01) ** 2
+        return rate + (0.4 * (cast(float, config["beta1"]) - 0.9) ** 2 if config["optimizer"] == "adamw" else 0.5)
+
+    seen = search_for(space, excess, 30)
+    assert sum(s.config["optimizer"] == "lion" for s in seen[15:]) < 3
+    assert min(excess(s.config) for s in seen) < 0.005
+
+
+def test_an_optimum_on_the_border_of_a_constraint_is_found_there() -> None:
+    """The best of the box is not allowed; the fall to a random draw would lose what is known."""
+    space = Space(
+        {"learning_rate": LogUniform(low=2e-3, high=6e-2), "embedding_rate": LogUniform(low=0.25, high=4.0)},
+        {"product": Constraint(rule="product_at_most", names=("learning_rate", "embedding_rate"), bound=0.02)},
+    )
+
+    def excess(config: Config) -> float:
+        rate, embedding = (cast(float, config[name]) for name in ("learning_rate", "embedding_rate"))
+        return 0.01 * (math.log2(rate / 0.03) ** 2 + math.log2(embedding / 2) ** 2)
+
+    seen = search_for(space, excess, 16)
+    assert all(space.contains(s.config) for s in seen)
+    border = min(
+        excess({"learning_rate": rate, "embedding_rate": 0.02 / rate}) for rate in (2e-3 * 1.01**k for k in range(340))
+    )
+    assert min(excess(s.config) for s in seen) < border + 0.002

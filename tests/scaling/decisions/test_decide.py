@@ -362,3 +362,8 @@ def test_errors_name_the_rule_and_the_value(arguments: dict[str, Any], error: ty
 def test_the_planted_law_is_named(planted: Law, ladder: Callable[..., pd.DataFrame]) -> None:
     exact = fit(ladder(), n_params_convention="total", n_bootstrap=10)
     assert decide(exact, 1e21).n_params == pytest.approx(planted.allocate(1e21).n_params, rel=3e-4)
+
+
+def test_a_budget_beyond_all_computers_is_refused(planted: Law) -> None:
+    with pytest.raises(ValueError, match=r"1e\+60"):
+        decide(planted, 1e300)
