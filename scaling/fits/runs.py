@@ -61,6 +61,7 @@ ASSUMED = {
     "stem": "every row is a separate training run (no column stem)",
 }
 """Assumption for each missing column."""
+_MOST_REASONS = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,10 +85,13 @@ class Runs:
 
     @property
     def omitted(self) -> str:
-        """Number of rows left out and the reason for the first; empty if none were."""
+        """Number of rows left out, with the most frequent reasons; empty if none were."""
         if not len(self.left_out):
             return ""
-        return f"{len(self.left_out)} rows were left out, the first because: {self.left_out['reason'].iloc[0]}"
+        reasons = self.left_out["reason"].value_counts().head(_MOST_REASONS)
+        return f"{len(self.left_out)} rows were left out: " + "; ".join(
+            f"{n} because {why}" for why, n in reasons.items()
+        )
 
 
 def read_table(runs: Table) -> pd.DataFrame:

@@ -107,7 +107,7 @@ class Transfer(JsonResult):
             {
                 "drift": f"{drift} octaves, " + (f"90 % within {low} to {high}" if is_known else "of unknown error"),
                 "regret": f"{regret} of the largest {self.along}'s loss given up by the smallest's optimum",
-                larger(self.along): "is better" if self.larger_is_better else "is not better",
+                larger(self.along): "is no worse beyond the noise" if self.larger_is_better else "is worse",
                 "verdict": "; ".join((self.verdict, *self.reasons)),
             }
         )

@@ -44,8 +44,8 @@ def runs(
         limit: Maximum number of runs to print.
         columns: Columns to print, such as `key,loss,n_tokens`; hyperparameters are columns, too.
         compare: Keys of two runs, or prefixes of keys: print both losses and every setting that differs.
-        batch: Key of a run, or its prefix, and a step, counted from 0: print the documents in that step's batch. The key of a full
-            run is its plan's.
+        batch: Key of a run, or its prefix, and a step, counted from 0: print the documents in that step's batch. A full run
+            may also be given by its plan's key.
         export: Also write the table to this .csv or .parquet file, with all columns unless --columns is given.
     """
     from muscale.store.ledger import NESTED

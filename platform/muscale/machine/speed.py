@@ -52,8 +52,8 @@ def describe_speed(config: StudyConfig, tokens_per_second: float) -> Finding:
     workers = config.resources.workers
     seconds = stages.sum() / (6.0 * config.model.n_params * tokens_per_second) / workers
     found = (
-        f"{tokens_per_second:,.0f} tokens/s at the base shape; sweep, transfer check and ladder take at most about "
-        f"{format_duration(seconds)}, {workers} at a time"
+        f"{tokens_per_second:,.0f} tokens/s of one worker at the base shape; at this speed sweep, transfer check and ladder train for "
+        f"about {format_duration(seconds)}, {workers} at a time; starts, evaluations and workers that share a processor add to it"
     )
     return Finding(what="speed", status="ok", found=found)
 

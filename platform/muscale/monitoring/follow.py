@@ -118,8 +118,8 @@ def _in_band(loss: float, low: float, high: float) -> Text:
 def guarding(ledger: Ledger, plan: str, settings: PromoteSettings, print_line: Callable[[str], None]) -> Iterator[None]:
     """Raise alarms of the run that is trained in the block; stop the run at a new alarm if [promote] says so.
 
-    Stopping interrupts the block as Ctrl-C does: the last checkpoint is kept, and the same command resumes from it. Alarms raised
-    before the block do not stop the run.
+    Stopping interrupts the block as Ctrl-C does: the run saves, and the same command resumes it. Alarms raised before the block do
+    not stop the run.
 
     Args:
         plan: Key of the plan; its run may begin later.

@@ -13,8 +13,10 @@ from muscale.actors.corpora import open_corpus
 from muscale.errors import StageError
 from muscale.findings import StudyContents
 from muscale.full_runs.amend.parent import find_full_run
+from muscale.full_runs.promote.promotion import FULL_RUN_LABEL
 from muscale.store.ledger import Ledger
 from muscale.store.run_selection import one_run
+from muscale.store.statements import find
 from proxy_models.data.batch_documents import batch_documents
 from proxy_models.data.batches import Stream, training_stream
 from proxy_models.data.corpus import Corpus
@@ -38,7 +40,7 @@ class SeenData:
 
     @classmethod
     def of(cls, study: StudyContents, run: str) -> Self:
-        """Find the data of a run by the beginning of its key, of a full run by its plan's key, or of a continuation by its name.
+        """Find the data of a run by the beginning of its key or, for a full run, of its plan's; of a continuation by its name.
 
         Raises:
             StageError: If the trainer reads its own data, or the run's corpus is not known.
@@ -49,9 +51,11 @@ class SeenData:
             raise StageError(
                 "runs: --batch needs a corpus, but this study has none: no run has started, or the trainer reads its own data"
             )
-        if full := find_full_run(run, study.ledger, own, study.config.shared_numerics(own, study.directory)):
-            return cls(corpus=full.corpus, numerics=full.numerics, segments=full.segments, position=full.position)
-        row = one_run(study.ledger.runs(without=("hyperparameters", "environment")), run)
+        runs = study.ledger.runs(without=("hyperparameters", "environment", "seconds"))
+        for key in (run, _plan_of(run, runs, study.ledger)):
+            if full := find_full_run(key, study.ledger, own, study.config.shared_numerics(own, study.directory)):
+                return cls(corpus=full.corpus, numerics=full.numerics, segments=full.segments, position=full.position)
+        row = one_run(runs, run)
         segments = tuple(_segments(study.ledger, row["key"]))
         numerics = Numerics.from_dict(row["numerics"])
         corpus = open_corpus(study.directory, numerics.corpus_key)
@@ -87,6 +91,14 @@ class SeenData:
         rows = self._stream.epoch_starts(self.position, end)
         table = pd.DataFrame(rows, columns=["source", "epoch", "tokens"])
         return table.assign(tokens=table["tokens"] - self.position)
+
+
+def _plan_of(run: str, runs: pd.DataFrame, ledger: Ledger) -> str:
+    """Key of the one plan that begins so, or whose full run does; "" if there is none, or if another run's key begins so."""
+    found = runs[runs["key"].str.startswith(run)] if run else runs.iloc[:0]
+    plans = {plan for row in ledger.read(find, "forecasts") if run and (plan := row["plan"]).startswith(run)}
+    plans |= {label.removeprefix(FULL_RUN_LABEL) for label in found.loc[found["purpose"] == "full", "label"]}
+    return plans.pop() if len(plans) == 1 and (found["purpose"] == "full").all() else ""
 
 
 def _segments(ledger: Ledger, key: str) -> Iterator[Segment]:

@@ -313,5 +313,9 @@ def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space, allowed:
     share = row["segment"]["recipe"]["warmup_tokens"] / row["n_tokens"]
     allowed = MAX_WARMUP * row["hyperparameters"]["warmup_fraction"]
     if share > allowed:
-        return f"its warmup takes {share:.0%} of its tokens, more than {allowed:.0%}"
+        tokens = row["segment"]["recipe"]["warmup_tokens"]
+        return (
+            f"its warmup takes {tokens:,} of its {row['n_tokens']:,} tokens, more than {allowed:.1%}: lower "
+            "hyperparameters.warmup_floor_tokens, or give the run more tokens"
+        )
     return ""

@@ -140,8 +140,9 @@ def horizon_of(verdict: Verdict) -> HorizonLaw:
     """Return the law by which the best rate falls with the tokens; raise StageError naming the runs that would determine it."""
     if verdict.horizon is None:
         raise StageError(
-            f"transfer: no horizon law: {verdict.missing['horizon law']}; if an optimum is at an edge, widen "
-            "transfer.octaves; if noise hides the minimum of a flat grid, add transfer.rates or transfer.seeds"
+            f"transfer: no horizon law: {verdict.missing['horizon law']}; if all optima have one length, add a longer one to "
+            "transfer.horizons; if an optimum is at an edge, widen transfer.octaves; if noise hides the minimum of a flat grid, add "
+            "transfer.rates or transfer.seeds"
         )
     return verdict.horizon
 

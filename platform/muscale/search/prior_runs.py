@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
 from search_spaces import Fixed, Space
 
+_UNUSED = ("seconds",)  # columns that no reader of another study's runs needs
 _LONGEST = 60  # characters of a value in a message
 _KINDS: dict[str, Any] = {
     "key": str,
@@ -119,7 +121,7 @@ def runs_of(source: Path) -> pd.DataFrame:
     """The runs of another study's ledger, which is only read; raises StudyDirectoryError if there is none of this schema."""
     with open_read_only(source) as (name, read):
         try:
-            table = runs_table(read(find_runs))
+            table = runs_table(read(partial(find_runs, without=_UNUSED)), _UNUSED)
         except (TypeError, ValueError) as error:
             raise StudyDirectoryError(f"{name}: runs: n_params, n_tokens and loss must be numbers: {error}") from error
         for number, row in enumerate(table.to_dict("records"), 1):

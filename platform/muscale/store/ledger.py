@@ -188,7 +188,8 @@ class Ledger:
         """All runs with their results: one row each, oldest first.
 
         `loss` is the validation loss in nats per token at the annealed end, NaN if the run diverged; `source_losses` are the losses of
-        a mixture's sources; `n_params` leaves the embedding table out; `compute_flops` is 6·N·D.
+        a mixture's sources; `n_params` leaves the embedding table out; `compute_flops` is 6·N·D; `seconds` is the training time of
+        all its segments, also of those that other runs share.
 
         Args:
             without: Columns to leave out; with many runs, nested columns (`NESTED`) take most of the time.

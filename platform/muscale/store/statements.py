@@ -156,7 +156,20 @@ def find_runs(
         .where(runs.c.purpose.not_in(but_of))
         .order_by(runs.c.created_at, runs.c.key)
     )
-    return [tuple(row) for row in connection.execute(query)]
+    rows = [tuple(row) for row in connection.execute(query)]
+    names = [column.name for column in _run_columns(without)]
+    if "seconds" not in names:
+        return rows
+    # A run's row has the seconds of its last segment.
+    found = connection.execute(sa.select(segments.c.key, segments.c.parent, segments.c.seconds))
+    parts = {key: (parent, seconds) for key, parent, seconds in found}
+
+    def whole(key: str) -> float:
+        parent, seconds = parts[key]
+        return float(seconds) + (whole(parent) if parent in parts else 0.0)
+
+    key, at = names.index("key"), names.index("seconds")
+    return [(*row[:at], whole(row[key]), *row[at + 1 :]) for row in rows]
 
 
 def runs_table(rows: Sequence[Sequence[Any]], without: Collection[str] = ()) -> pd.DataFrame:

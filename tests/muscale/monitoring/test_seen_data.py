@@ -14,6 +14,7 @@ from muscale.actors.worker import Worker
 from muscale.cli import app
 from muscale.errors import RunSelectionError
 from muscale.findings import findings
+from muscale.full_runs.promote.promotion import FULL_RUN_LABEL
 from muscale.layout import FULL_RUNS, METRICS
 from muscale.monitoring.run_figures import curve_data, draw_curve, epoch_marks
 from muscale.monitoring.seen_data import SeenData
@@ -23,17 +24,19 @@ from muscale.plans.planning import Planner
 from muscale.proxies.ladder import branches
 from muscale.store.ledger_tables import runs
 from muscale.store.lineage import Chain
+from muscale.store.statements import find
 from proxy_models.data.batches import TokenStream, training_stream
 from tests.muscale.planted import planted_fit, planted_horizon
 
 MakeStudy = Callable[..., Path]
 
 
-def trained_run(study: Study) -> Chain:
+def trained_run(study: Study, purpose: str = "ladder", label: str = "a run") -> Chain:
     """A run of two segments, in the ledger."""
     torch.set_num_threads(1)
     numerics, h = study.config.shared_numerics(study.corpus, study.directory), study.config.hyperparameters
-    (job,) = branches(replace(numerics, seed=3), h, [4096], tuned_at=4096, purpose="ladder", label="a run")
+    (job,) = branches(replace(numerics, seed=3), h, [4096], tuned_at=4096, purpose=purpose, label="a run")
+    job = replace(job, label=label)
     Worker(study.ledger, compiled=False).reach(job.chain)
     study.ledger.insert(runs, **job.row(job.chain.key))
     return job.chain
@@ -50,6 +53,9 @@ def test_the_documents_of_a_step_hold_the_text_that_was_trained_on(
     study = Study.open(path, quiet=True)
     chain, corpus = trained_run(study), study.corpus
     assert len(chain.segments) > 1
+    (row,) = study.ledger.runs().to_dict("records")
+    parts = study.ledger.read(find, "segments")
+    assert row["seconds"] == pytest.approx(sum(part["seconds"] for part in parts)), "of the whole run"
     context, batch = study.config.model.context_length, study.config.hyperparameters.batch_tokens
     stream, seen = training_stream(corpus, context, 3), SeenData.of(study.contents, chain.key[:8])
     last = chain.last.end // batch - 1
@@ -85,6 +91,8 @@ def test_a_full_run_s_steps_and_epochs(make_study: MakeStudy) -> None:
     made = Planner(config, config.hyperparameters, planted_horizon(), planted_fit(), corpus=corpus).plan()
     plan = register(made, study.ledger)
     seen = SeenData.of(study.contents, plan.key)
+    for beginning in (plan.key[:8], trained_run(study, "full", f"{FULL_RUN_LABEL}{plan.key}").key[:8]):
+        assert SeenData.of(study.contents, beginning).segments == seen.segments
     run = plan.chain(config.shared_numerics(corpus, corpus.folder.parent))
     stream = training_stream(corpus, config.model.context_length, run.numerics.seed)
     assert isinstance(stream, TokenStream)

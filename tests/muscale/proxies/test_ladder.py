@@ -232,7 +232,7 @@ def test_a_row_that_is_not_comparable_is_left_out_with_the_reason(
     table = ladder.law_rows(pd.DataFrame([as_run(job) for job in jobs]), h, config.sweep.space, horizon, numerics)
     reasons = dict(zip(table["n_tokens"], table["left_out"], strict=True))
     assert reasons[16384] == ""
-    assert reasons[4096] == "its warmup takes 19% of its tokens, more than 11%"
+    assert "warmup_floor_tokens" in reasons[4096]
     assert reasons[8192] == "the regret of its searched hyperparameters is not known"
 
 
@@ -341,7 +341,8 @@ def test_the_ladder_is_fitted_as_it_stands_and_from_parquet(
         found = fit(given, n_params_convention="as planted", loss_unit="nats", n_bootstrap=4, max_regret=1.0)
         assert found.law["alpha"] == pytest.approx(0.4, rel=1e-4)
         assert (found.n_rows, found.n_stems, found.assumptions) == (9, 3, ())
-        assert set(found.left_out["reason"]) == {"its warmup takes 38% of its tokens, more than 11%"}
+        (reason,) = set(found.left_out["reason"])
+        assert "warmup_floor_tokens" in reason
 
 
 def as_run(job: Job) -> dict[str, object]:

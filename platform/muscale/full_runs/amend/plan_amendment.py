@@ -63,17 +63,18 @@ def plan_continuation(
     with _naming(str(path)):
         parent = find_parent(file.parent, ledger, first, numerics)
         corpus, evaluation = _corpus(file.own_corpus, parent, path.resolve().parent, config, ledger, first, on_progress)
+        segments = _continued(file, parent)
         return _plan(
             parent,
             config,
             ledger,
             name=file.name,
-            segments=_continued(file, parent),
+            segments=segments,
             corpus=corpus,
             evaluation_tokens=evaluation,
             seed=file.seed,
             shared=_shared(corpus, parent, config, ledger, on_progress) if file.own_corpus else (),
-            changes=file.changes | {"n_tokens": parent.tokens_before + file.n_tokens},
+            changes=file.changes | {"n_tokens": parent.tokens_before + segments[-1].end},
         )
 
 

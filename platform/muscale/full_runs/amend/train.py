@@ -135,10 +135,10 @@ class Amended(Recorded):
     def _compared(self) -> list[str]:
         if self.forecast is None:
             return [f"  no forecast: {self.no_forecast}"]
-        place, error = "inside" if self.inside else "OUTSIDE", self.after.own / self.forecast.loss - 1
+        place, error = "inside" if self.inside else "OUTSIDE", 1 - self.forecast.loss / self.after.own
         return [
             *(f"  {line}" for line in str(self.forecast).splitlines()),
-            f"  measured {self.after.own:.4f}: {place} the interval, {error:+.2%} of the forecast",
+            f"  measured {self.after.own:.4f}: {place} the interval, error {error:+.2%}",
         ]
 
 

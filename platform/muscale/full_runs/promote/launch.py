@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from muscale.store.ledger import now
 from proxy_models.evaluation.measure import Measure
+
+_log = logging.getLogger(__name__)
 
 Launcher = Callable[[FullRun], dict[str, Any]]
 """Trains a run to its end, and returns its result."""
@@ -65,7 +68,8 @@ def launch(
     Raises:
         StageError: If the run diverged, failed for good or more often than `settings.max_failures`, if there is no room for the
             workers or for asynchronous evaluation, or if the model of a pipeline has no stages.
-        PreemptedError: If this process got SIGTERM, or the run's directory a file `preempt`; the workers have saved.
+        PreemptedError: If this process got SIGINT or SIGTERM, or the run's directory a file `preempt`; the workers have saved.
+        KeyboardInterrupt: At a second SIGINT or SIGTERM, before they have saved.
     """
     directory = run.directory
     result = directory / RESULT
@@ -118,6 +122,11 @@ def _train_with_retries(
     if variables:
         (directory / COLLECTIVES).mkdir(exist_ok=True)
     each = resources.full_run_worker
+
+    class Trainer(TorchTrainer):
+        def _register_sigint_handler(self, *_: object) -> None:
+            """Leave SIGINT to `interruptible`: Ray's handler aborts the workers before they can save."""
+
     never: dict[str, Any] = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
 
     def attempt() -> None:
@@ -125,7 +134,7 @@ def _train_with_retries(
             raise PreemptedError("promote: preempted; the run has saved, run the same command again to resume")
         # Ray would copy a reported checkpoint, so none is reported and Ray keeps no state. Retries are decided here, since Ray would
         # treat a divergence or a preemption like a lost worker.
-        TorchTrainer(
+        Trainer(
             worker,
             train_loop_config={"threads": resources.threads, "run": run},
             torch_config=TorchConfig(timeout_s=int(60 * settings.start_timeout_minutes)),
@@ -142,7 +151,13 @@ def _train_with_retries(
             ),
         ).fit()
 
-    with interruptible((directory / NOTICE).touch):
+    def stop() -> None:
+        if (directory / NOTICE).exists():
+            raise KeyboardInterrupt
+        (directory / NOTICE).touch()
+        _log.warning("interrupted: the run saves and ends; interrupt it again to end it without saving")
+
+    with interruptible(stop):
         retries.train_with_retries(attempt, directory, max_failures=settings.max_failures, failed=TrainingFailedError)
     if (directory / FAILURE).exists():
         raise StageError(f"{(directory / FAILURE).read_text()}; the run's records are in {directory}")

@@ -29,7 +29,7 @@ from proxy_models.architecture.member import NATS
 from proxy_models.evaluation.measure import Measure
 from proxy_models.training.numerics import Numerics
 
-_LABEL = "plan "  # prefix of the full run's label in the ledger's runs, before the plan's key
+FULL_RUN_LABEL = "plan "  # prefix of the full run's label in the ledger's runs, before the plan's key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ def promotion_of_same_run(plan: Plan, config: StudyConfig, ledger: Ledger, numer
     A later fit makes another plan of the same run. Its loss is known by then, so the run is neither trained again nor forecast.
     """
     for run in ledger.read(find, "runs", {"purpose": "full"}):
-        found = recorded_promotion(ledger, run["label"].removeprefix(_LABEL))
+        found = recorded_promotion(ledger, run["label"].removeprefix(FULL_RUN_LABEL))
         if found is None or found.plan == plan.key:
             continue
         if trained_chain(plan, config, numerics, found).key == run["key"]:
@@ -253,7 +253,7 @@ def _record_run(plan: Plan, ledger: Ledger, chain: Chain, outcome: dict[str, Any
         seconds=outcome["seconds"],
         environment=outcome["environment"],
     )
-    job = Job(purpose="full", label=f"{_LABEL}{plan.key}", hyperparameters=plan.hyperparameters, chain=chain)
+    job = Job(purpose="full", label=f"{FULL_RUN_LABEL}{plan.key}", hyperparameters=plan.hyperparameters, chain=chain)
     if recorded := ledger.outcome(chain):
         ledger.insert(runs, **job.row(recorded.key))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -18,12 +20,14 @@ from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import largest_fitting, launch
 from muscale.full_runs.records.goodput import ATTEMPTS
 from muscale.full_runs.records.preemption import NOTICE, OBEYED
+from muscale.full_runs.train.attempt import train
 from muscale.layout import FAILURE, RESULT
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from tests.muscale.forked_ranks import BATCH, STEPS, call_each, small_corpus, small_run
+from tests.quick import quick_and_soak
 
 
 def test_the_largest_group_that_nodes_have_room_for_is_chosen() -> None:
@@ -100,12 +104,12 @@ def test_a_divergence_reaches_the_user_without_another_attempt(tmp_path: Path) -
     assert [one["event"] for one in json_lines.read(run.directory / ATTEMPTS)].count("start") == 1
 
 
-@pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_file_that_asks_the_run_to_end_ends_the_command_and_the_next_one_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", quick_and_soak(("a file", "ctrl_c"), "ctrl_c"))
+def test_a_run_that_is_asked_to_end_saves_and_the_next_command_resumes(tmp_path: Path, how: str) -> None:
     run, settings = small_run(small_corpus(tmp_path), tmp_path / "run"), PromoteSettings(workers=2, max_failures=2)
-    run = replace(run, segments=chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * 400))
+    run = replace(run, segments=chain(Hyperparameters(learning_rate=0.01, batch_tokens=BATCH), BATCH * 150))
 
     def starts() -> int:
         return [one["event"] for one in json_lines.read(run.directory / ATTEMPTS)].count("start")
@@ -114,7 +118,10 @@ def test_a_file_that_asks_the_run_to_end_ends_the_command_and_the_next_one_resum
         deadline = time.monotonic() + 600
         while not starts() and time.monotonic() < deadline:
             time.sleep(0.05)
-        (run.directory / NOTICE).touch()
+        if how == "ctrl_c":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            (run.directory / NOTICE).touch()
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -123,6 +130,9 @@ def test_a_file_that_asks_the_run_to_end_ends_the_command_and_the_next_one_resum
         launch(run, settings, halves, name="asked")
     asking.join()
     assert starts() == 1
+    if how == "ctrl_c":  # in one process, which takes half the time
+        assert train(run)["resumed_from"] > 0
+        return
     assert launch(run, settings, halves, name="again")["resumed_from"] > 0
     assert starts() == 2
     assert not any((run.directory / name).exists() for name in (NOTICE, OBEYED))
