@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOPS = (signal.SIGINT, signal.SIGTERM)  # `ray job stop` and batch systems send SIGTERM
-_ECHO_SECONDS = 1.0  # assumed: `timeout` signals its child and then the whole group, so its child gets SIGTERM twice
+ECHO_SECONDS = 1.0  # assumed: `timeout` signals its child and then the whole group, so its child gets SIGTERM twice
 
 
 def once(handle: Callable[[], None]) -> Callable[[int, object], None]:
-    """Return a signal handler that calls `handle`, except for a signal within `_ECHO_SECONDS` of the previous one."""
+    """Return a signal handler that calls `handle`, except for a signal within `ECHO_SECONDS` of the previous one."""
     latest = -math.inf
 
     def handler(_signal: int, _frame: object) -> None:
         nonlocal latest
         before, latest = latest, time.monotonic()
-        if latest - before > _ECHO_SECONDS:
+        if latest - before > ECHO_SECONDS:
             handle()
 
     return handler
@@ -44,7 +44,7 @@ def defer_sigint() -> Iterator[None]:
         received.append(number)
         if time.monotonic() > echo_until:
             raise KeyboardInterrupt
-        echo_until = min(echo_until, time.monotonic() + _ECHO_SECONDS)
+        echo_until = min(echo_until, time.monotonic() + ECHO_SECONDS)
 
     before = {which: signal.signal(which, receive) for which in STOPS}
     try:
@@ -78,13 +78,13 @@ def interruptible(stop: Callable[[], None] | None = None) -> Iterator[None]:
     """Turn an interruption of the block into KeyboardInterrupt, and restore the signal handlers afterwards.
 
     Args:
-        stop: Called at a signal instead of the interruption, in the main thread only.
+        stop: Called at a signal instead of the interruption, in the main thread only; not at an echo.
     """
     on_main = threading.current_thread() is threading.main_thread()
     before = {which: signal.getsignal(which) for which in (*STOPS, signal.SIGUSR1)}
     if stop and on_main:
-        signal.signal(signal.SIGINT, lambda _signal, _frame: stop())
-        signal.signal(signal.SIGTERM, once(stop))
+        for which in STOPS:
+            signal.signal(which, once(stop))
     try:
         yield
     except SystemExit as error:  # raised by Tune and Train

@@ -301,17 +301,20 @@ class Source:
 
 
 def _all_files(root: Path) -> list[Path]:
+    """Return the files of a folder and of the folders that it links to, each folder once: a copy could be trained and held out."""
     found: list[Path] = []
+    own, read = Path(os.path.realpath(root)), set[str]()
     for folder, folders, names in os.walk(root, followlinks=True):
-        above = {os.path.realpath(parent) for parent in (Path(folder), *Path(folder).parents)}
-        folders[:] = [name for name in folders if not _leads_up(Path(folder, name), above)]
+        here = Path(os.path.realpath(folder))
+        for name in sorted(folders):  # in order, so that of two links the first is read
+            to = Path(os.path.realpath(Path(folder, name)))
+            known = to.is_relative_to(own) or own.is_relative_to(to) or here.is_relative_to(to)
+            if str(to) in read or (known and Path(folder, name).is_symlink()):
+                folders.remove(name)
+            else:
+                read.add(str(to))
         found += (path for path in map(Path(folder).joinpath, names) if path.is_file())
     return sorted(found)
-
-
-def _leads_up(folder: Path, above: set[str]) -> bool:
-    """Return whether a folder is a link to one that holds it, which would be read without end."""
-    return folder.is_symlink() and os.path.realpath(folder) in above
 
 
 def _library_files(root: Path) -> list[Path]:

@@ -69,14 +69,14 @@ class _Grid:
             return None
         return float(best), float(level - slope**2 / (4 * curvature)), float(2 * curvature)
 
-    def interval(self, log_size: Array, loss: Array) -> tuple[float, float]:
+    def interval(self, log_size: Array, loss: Array, weights: Array) -> tuple[float, float]:
         """Interval of the best size at `LEVEL`; NaN if the runs do not distinguish a parabola from a straight line.
 
-        The interval holds the sizes whose slope cannot be distinguished from zero, for runs with independent errors of equal variance
-        (Fieller, JRSS B 16 (1954) 175).
+        The interval holds the sizes whose slope cannot be distinguished from zero, for runs with independent errors of variances
+        that are inverse to the weights (Fieller, JRSS B 16 (1954) 175).
         """
-        x, y = log_size[self.rows] - log_size[self.rows].mean(), loss[self.rows]
-        columns = np.vander(x, 3)
+        x, root = log_size[self.rows] - log_size[self.rows].mean(), np.sqrt(weights[self.rows])
+        columns, y = np.vander(x, 3) * root[:, None], loss[self.rows] * root
         (a, b, c), dof = np.linalg.lstsq(columns, y)[0], len(x) - 3
         variance = float(np.square(y - columns @ [a, b, c]).sum()) / dof * np.linalg.inv(columns.T @ columns)
         reach = variance * two_sided(LEVEL, dof) ** 2
@@ -140,7 +140,7 @@ def fit_isoflops(
         off_centre, half_width = (by_n[0] - sum(ends) / 2) / math.log(2), (ends[1] - ends[0]) / 2 / math.log(2)
         used.append(grid)
         record = [grid.compute, math.exp(by_n[0]), math.exp(by_d[0]), by_n[1], off_centre, half_width, by_n[2]]
-        records.append([*record, *grid.interval(log_n, loss), *grid.interval(log_d, loss)])
+        records.append([*record, *grid.interval(log_n, loss, even), *grid.interval(log_d, loss, even)])
     if len(used) < 2:
         raise ScalingError(f"need two budgets with a minimum among their sizes, got {len(used)}: {'; '.join(left_out)}")
     names = ["compute_flops", "n_params", "n_tokens", "loss", "off_centre", "half_width", "curvature"]
@@ -154,9 +154,9 @@ def fit_isoflops(
     )
     estimate = _powers(used, log_n, log_d, loss, even, reference)
     assert estimate is not None  # noqa: S101 - every budget in use has a vertex
-    draws = drawn_apart(estimate, draws, _widening(used, log_n, rows["stem"]))
+    draws = drawn_apart(estimate, draws, _widening(used, log_n, even, rows["stem"]))
     law = fit(rows, n_params_convention=n_params_convention, loss_unit=checked.loss_unit, n_bootstrap=2).law
-    bias = _bias(law, used, n_params, n_tokens)
+    bias = _bias(law, used, n_params, n_tokens, even)
     warnings = [*filter(None, [checked.omitted]), *checked.warnings, *left_out, *_warnings(points, bias)]
     if unanswered > MAX_UNANSWERED:
         warnings.append(f"{unanswered:.0%} of the resamplings have fewer than two budgets with a minimum")
@@ -205,16 +205,16 @@ def _powers(
     return powers_through(budgets, sizes, tokens, reference)
 
 
-def _widening(grids: list[_Grid], log_n: Array, stem: pd.Series) -> float:
+def _widening(grids: list[_Grid], log_n: Array, weights: Array, stem: pd.Series) -> float:
     """Factor that widens the draws, to make up for the degrees of freedom that each budget's parabola takes."""
     from scipy.linalg import block_diag
 
     rows = np.concatenate([grid.rows for grid in grids])
     columns = block_diag(*(np.vander(log_n[grid.rows] - log_n[grid.rows].mean(), 3) for grid in grids))
-    return widening(columns, np.ones(len(rows)), pd.factorize(stem.iloc[rows])[0])
+    return widening(columns, weights[rows], pd.factorize(stem.iloc[rows])[0])
 
 
-def _bias(law: Law, grids: list[_Grid], n_params: Array, n_tokens: Array) -> dict[str, float]:
+def _bias(law: Law, grids: list[_Grid], n_params: Array, n_tokens: Array, weights: Array) -> dict[str, float]:
     """Errors of the parabolas on the noise-free law of the same runs, on these grids and on centred ones."""
     rows = np.concatenate([g.rows for g in grids])
     budgets = np.concatenate([np.full(len(g.rows), np.exp(np.log(n_params * n_tokens)[g.rows].mean())) for g in grids])
@@ -226,7 +226,7 @@ def _bias(law: Law, grids: list[_Grid], n_params: Array, n_tokens: Array) -> dic
     shift = np.concatenate([np.full(len(g.rows), best[g.compute] / _middle(n_params[g.rows])) for g in grids])
     bias: dict[str, float] = {}
     for suffix, size in (("", sizes), ("_centred", sizes * shift)):
-        bias |= {name + suffix: value for name, value in _replayed(law, grids, size, budgets).items()}
+        bias |= {name + suffix: value for name, value in _replayed(law, grids, size, budgets, weights[rows]).items()}
     return bias
 
 
@@ -238,7 +238,7 @@ def _middle(sizes: Array) -> float:
     return math.sqrt(float(sizes.min()) * float(sizes.max()))
 
 
-def _replayed(law: Law, grids: list[_Grid], sizes: Array, products: Array) -> dict[str, float]:
+def _replayed(law: Law, grids: list[_Grid], sizes: Array, products: Array, weights: Array) -> dict[str, float]:
     """Errors on the law's losses at these sizes, with the tokens that the budget leaves."""
     tokens = products / sizes
     loss, starts = law.loss(sizes, tokens), np.cumsum([0, *(len(g.rows) for g in grids)])
@@ -246,7 +246,7 @@ def _replayed(law: Law, grids: list[_Grid], sizes: Array, products: Array) -> di
         _Grid(FLOPS_PER_PARAM_TOKEN * float(products[i]), np.arange(i, j, dtype=np.int64)) for i, j in pairwise(starts)
     ]
     top = moved[-1].compute
-    found = _powers(moved, np.log(sizes), np.log(tokens), loss, np.ones(len(sizes)), top)
+    found = _powers(moved, np.log(sizes), np.log(tokens), loss, weights, top)
     if found is None or law.params_exponent is None:
         return {}
     a, _, at_top, _ = found

@@ -77,8 +77,9 @@ def signal_to_noise(runs: Table, metric: str = "accuracy", *, columns: Mapping[s
 
     Args:
         runs: one row per evaluation, a table or file: `n_params`, `n_tokens` of the run, and the metric's column. Optional `tokens`,
-            those that the evaluated checkpoint has seen; without it every row is the end of a run. Optional `run` or `seed`, which
-            tell runs of one size and length apart. Rows without a score are left out.
+            those that the evaluated checkpoint has seen; without it every row is the end of a run, except that of a run named by
+            `columns` the last row is. Optional `run` or `seed`, which tell runs of one size and length apart. Rows without a score
+            are left out.
         columns: as for `fit`.
 
     Raises:
@@ -130,8 +131,8 @@ def ends_and_checkpoints(
         n_params, n_tokens = numbers(table, "n_params"), numbers(table, "n_tokens")
         numbers(table, metric, inclusive=True)
         tokens = numbers(table, "tokens") if "tokens" in table else n_tokens
-        if "tokens" not in table and "run" in table:  # tokens so far of each row
-            n_tokens = pd.Series(tokens).groupby(names(table, "run")).transform("max").to_numpy()
+        if "tokens" not in table and "run" in table.attrs.get(FOUND_AS, {}):  # n_tokens are those so far
+            n_tokens = pd.Series(tokens).groupby([n_params, names(table, "run")]).transform("max").to_numpy()
         if (late := tokens > n_tokens).any():
             first = int(np.argmax(late))
             raise ValueError(

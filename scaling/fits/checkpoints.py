@@ -54,7 +54,7 @@ class SharedRuns:
 def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -> SharedRuns | None:
     """Return the rows that share a training run; None if each row seems to be a separate run.
 
-    A column of runs that the caller names decides alone, and so does one whose names all differ.
+    A column of runs that the caller names decides alone. Where the names of another such column all differ, no label joins rows.
 
     Args:
         table: Rows as found.
@@ -74,11 +74,10 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
         return _shared("run", table["run"], n_tokens, certain=True) if table["run"].duplicated().any() else None
     called = {column: plain(str(column).split("/")[-1]).strip("_") for column in table.columns}
     steps = any(name in STEPS for name in called.values())
-    if any(called[column] in RUNS and _is_unique(table[column]) for column in called):
-        return None
+    unique = any(called[column] in RUNS and _is_unique(table[column]) for column in called)
     named = [
         column
-        for names in (RUNS, LABELS)
+        for names in ((RUNS,) if unique else (RUNS, LABELS))
         for name in names
         for column in called
         if called[column] == name and _is_run(table[column], n_params, n_tokens)
@@ -86,7 +85,7 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
     if named:
         column, run = named[0], table[named[0]]
         certain = called[column] in RUNS or steps
-    elif _even(n_params, n_tokens):
+    elif (steps or not unique) and _even(n_params, n_tokens):
         column, run, certain = "n_params", n_params, False
     else:
         return None

@@ -19,12 +19,17 @@ RECIPE_COLUMNS = frozenset(_RECIPE.split())
 """Names of hyperparameter columns, without capitals and punctuation. A seed is no hyperparameter: runs of other seeds are repeats."""
 _ENDINGS = ("lr", "learning_rate", "bs", "batch_size", "batch_size_tokens", "weight_decay", "wd")
 """Last words of further names of rates, batches and decays, such as `adam_lr`."""
+_NOT_TRAINING = frozenset(
+    ("eval", "val", "valid", "validation", "test", "inference", "micro", "mini", "local", "device", "gpu")
+)
+"""Words of names that end so and change no loss, such as `eval_batch_size`."""
 
 
 def is_recipe(column: Hashable) -> bool:
     """Whether a column is named like a hyperparameter, with any prefix (`config/lr`, `optim.lr`)."""
     name = plain(str(column).split("/")[-1].split(".")[-1]).strip("_")
-    return name in RECIPE_COLUMNS or f"_{name}".endswith(tuple(f"_{ending}" for ending in _ENDINGS))
+    ends_so = f"_{name}".endswith(tuple(f"_{ending}" for ending in _ENDINGS))
+    return name in RECIPE_COLUMNS or (ends_so and not _NOT_TRAINING & {*name.split("_")})
 
 
 def worse_recipes(

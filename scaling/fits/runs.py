@@ -85,13 +85,16 @@ class Runs:
 
     @property
     def omitted(self) -> str:
-        """Number of rows left out, with the most frequent reasons; empty if none were."""
+        """Number of rows left out, with the first reason of each kind, most frequent first; empty if none were."""
         if not len(self.left_out):
             return ""
-        reasons = self.left_out["reason"].value_counts().head(_MOST_REASONS)
-        return f"{len(self.left_out)} rows were left out: " + "; ".join(
-            f"{n} because {why}" for why, n in reasons.items()
-        )
+        reasons = self.left_out["reason"]
+        kinds = reasons.groupby(reasons.str.replace(r"[\d.,]+", "#", regex=True), sort=False)
+        counts = sorted(((len(kind), kind.iloc[0]) for _, kind in kinds), key=lambda pair: -pair[0])
+        named = [f"{n} because {why}" for n, why in counts[:_MOST_REASONS]]
+        if rest := sum(n for n, _ in counts[_MOST_REASONS:]):
+            named.append(f"{rest} for other reasons")
+        return f"{len(reasons)} rows were left out: " + "; ".join(named)
 
 
 def read_table(runs: Table) -> pd.DataFrame:

@@ -78,13 +78,13 @@ def read_mixtures(
             rows = rows.drop(columns=others).rename(
                 columns={"loss": loss_prefix + columns["loss"].removeprefix(loss_prefix)}
             )
+        domains, targets = (_named(rows, prefix) for prefix in (weight_prefix, loss_prefix))
+        rows = finished(rows, *(loss_prefix + name for name in targets))
         if (repeated := rows.astype(str).duplicated().to_numpy()).any():
             raise ValueError(
                 f"row {row_name(rows, int(repeated.argmax()))} repeats another in every column ({repeated.sum()} in all): drop it, or "
                 "distinguish runs of several seeds by a column seed"
             )
-        domains, targets = (_named(rows, prefix) for prefix in (weight_prefix, loss_prefix))
-        rows = finished(rows, *(loss_prefix + name for name in targets))
         weights = mixtures_of(rows, domains, weight_prefix)
         measured = np.column_stack([numbers(rows, loss_prefix + name) for name in targets])
         scales = {name: numbers(rows, name) for name in SCALES if name in rows}

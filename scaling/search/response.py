@@ -233,30 +233,41 @@ class ResponseSurface(Result):
         u = self.box.encode(pending)
         process = self.process.and_exactly(u, s[1:], cells[1:])
         s, cell, n = s[0], cells[0], self.n_runs + len(pending)
+        here = np.concatenate([self.u[self.cell == cell], u[cells[1:] == cell]])
         generator = np.random.default_rng([seed, n])
         if n < (start := len(self.box.names) + 2):
+            drawn = self.box.place(generator.random((512, len(self.box.names))))
             if prior is not None:
-                drawn = self.box.place(generator.random((512, len(self.box.names))))
-                return self._point(drawn[np.argmax(self._logs(prior, drawn) + generator.gumbel(size=len(drawn)))])
-            design = latin_hypercube(start, len(self.box.names), np.random.default_rng(seed))
-            return self._point(self.box.place(design)[n])
-        regions = self._to_explore(np.concatenate([self.u[self.cell == cell], u[cells[1:] == cell]]), cell)
-        return self._point(self._most_promising(process, s, cell, prior, trials, generator, regions))
+                order = drawn[
+                    np.argsort(-(self._logs(prior, drawn) + generator.gumbel(size=len(drawn))), kind="stable")
+                ]
+            else:
+                design = latin_hypercube(start, len(self.box.names), np.random.default_rng(seed))
+                order = np.concatenate([self.box.place(design)[n : n + 1], drawn])
+            new = np.flatnonzero(~self._unwanted(order, here, trials)) if trials else []
+            return self._point(order[new[0] if len(new) else 0])
+        regions = self._to_explore(here, cell)
+        point, is_possible = self._most_promising(process, s, cell, here, prior, trials, generator, regions)
+        if regions and not is_possible:  # no trial is allowed there
+            point, _ = self._most_promising(process, s, cell, here, prior, trials, generator, [])
+        return self._point(point)
 
     def _most_promising(
         self,
         process: GaussianProcess,
         s: Array,
         cell: int,
+        here: Array,
         prior: LogPrior | None,
         trials: Trials | None,
         generator: np.random.Generator,
         regions: list[Region],
-    ) -> Array:
+    ) -> tuple[Array, bool]:
+        """The point, and whether a trial may be there; `here` are the encoded points of all runs at the scale."""
         lowest = self._lowest(process, s, cell, generator, trials)
         tried = process.data.u[process.data.cell == cell]
         if not len(tried) and prior is None:
-            return lowest
+            return lowest, True
         bottom = float(self._values(process, self._tried_at(lowest[None], trials)[0], s, cell)[0][0])
         incumbent = float(self._values(process, tried, s, cell)[0].min()) if len(tried) else bottom
 
@@ -273,11 +284,16 @@ class ResponseSurface(Result):
             )
             if trials is None:
                 return np.asarray(value)
-            value = value + REPEATED * np.isclose(u[:, None], tried[None], rtol=0, atol=1e-9).all(axis=2).any(axis=1)
-            return np.where(allowed, value, np.inf)
+            return np.where(allowed, value + REPEATED * _is_among(u, here), np.inf)
 
         start = moved_into(regions, lowest, self.box) if regions else lowest[None]
-        return minimise(score, self.box, generator, start)
+        found = minimise(score, self.box, generator, start)
+        return found, bool(np.isfinite(score(found[None])[0]))
+
+    def _unwanted(self, points: Array, here: Array, trials: Trials | None) -> NDArray[np.bool_]:
+        """Which encoded points have trials that are not allowed, or that are among `here`."""
+        u, allowed = self._tried_at(points, trials)
+        return ~allowed | _is_among(u, here)
 
     def _to_explore(self, here: Array, cell: int) -> list[Region]:
         """Untried regions for the next point of a scale; if there are none, the point may lie anywhere.
@@ -429,3 +445,9 @@ def _fitted(
         else:
             process, own = both, own | rows
     return process, tuple(left_out)
+
+
+def _is_among(u: Array, known: Array) -> NDArray[np.bool_]:
+    """Which encoded points are equal to a known one."""
+    same: NDArray[np.bool_] = np.isclose(u[:, None], known[None], rtol=0, atol=1e-9).all(axis=2)
+    return np.asarray(same.any(axis=1))

@@ -32,7 +32,7 @@ MAX_ATTEMPTS = 100
 """Suggestions that may break a constraint, which these samplers do not know, before a random draw that satisfies all is used."""
 _STRIDE = 2**16  # distance between the points of a sequence that are tried for one trial
 START_UP = 10
-"""Trials before Optuna's samplers use results (their own default); with priors they are drawn by them, which the samplers can't do."""
+"""Finished trials before Optuna's samplers use results (their default); priors, which they can't use, draw these trials."""
 SIGMA = 0.3
 """Initial standard deviation of CMA-ES, as a share of the unit cube's edge (assumed)."""
 
@@ -125,7 +125,7 @@ class OptunaSearcher:
 
         from muscale.search.optuna_space import optuna_params_of, suggest
 
-        if self._has_prior and len(known.observations) + len(known.pending) < START_UP:
+        if self._has_prior and sum(self._contains(seen.config) for seen in known.observations) < START_UP:
             return Draws(space=self.space, seed=self.seed).propose(number, known)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))

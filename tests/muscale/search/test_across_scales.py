@@ -12,7 +12,7 @@ import pytest
 
 from muscale.search.across_scales import AcrossScales, expected_drift
 from muscale.search.protocols import Observation
-from search_spaces import Choice, Condition, Config, Constraint, Fixed, LogUniform, Ordinal, Space, Uniform
+from search_spaces import Choice, Condition, Config, Constraint, Fixed, LogUniform, Ordinal, Prior, Space, Uniform
 
 RATE = LogUniform(low=1e-3, high=1e-1)
 
@@ -199,3 +199,34 @@ def test_an_optimum_on_the_border_of_a_constraint_is_found_there() -> None:
         excess({"learning_rate": rate, "embedding_rate": 0.02 / rate}) for rate in (2e-3 * 1.01**k for k in range(340))
     )
     assert min(excess(s.config) for s in seen) < border + 0.002
+
+
+@pytest.mark.parametrize("prior", [None, Prior(centre=0.98, spread=1.0)])
+@pytest.mark.parametrize("known", [False, True])
+def test_no_configuration_is_tried_twice_from_the_first_trial_on(prior: Prior | None, known: bool) -> None:
+    space = Space(
+        {"beta2": Ordinal(values=BETA2.values, prior=prior), "optimizer": Choice(values=("adamw", "lion", "muon"))}
+    )
+    rows = [
+        {
+            "beta2": beta2,
+            "optimizer": "adamw",
+            "n_params": n,
+            "n_tokens": 8000,
+            "loss": 3.0 + cast(float, beta2) + n / 1e5,
+        }
+        for n in range(100, 400, 5)
+        for beta2 in BETA2.values
+    ]
+    search, trials = searcher(space, pd.DataFrame(rows) if known else None), Trials([], space=space)
+    for number in range(18):
+        trials.observations.append(Observation(config=search.propose(number, trials), loss=3.0))
+    assert len({tuple(seen.config.values()) for seen in trials.observations}) == 18
+
+
+def test_choices_alone_are_not_tried_twice() -> None:
+    space = Space({name: Choice(values=("a", "b", "c")) for name in ("first", "second")})
+    search, trials = searcher(space), Trials([], space=space)
+    for number in range(9):
+        trials.observations.append(Observation(config=search.propose(number, trials), loss=3.0))
+    assert len({tuple(seen.config.values()) for seen in trials.observations}) == 9

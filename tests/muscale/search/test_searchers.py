@@ -48,6 +48,7 @@ def test_the_first_trials_are_near_the_priors_centre(make: Callable[[Space, int]
         searcher: Searcher = make(space, 0)
         known = Nothing(space)
         for number in range(START_UP):
+            known.pending = [dict.fromkeys(space, HIGH)] * 6  # they have no result that a sampler could use
             known.observations.append(Observation(config=searcher.propose(number, known), loss=3.0))
         return median(
             abs(math.log2(cast(float, seen.config[name]) / CENTRE)) for seen in known.observations for name in space

@@ -416,7 +416,12 @@ def test_linked_folders_are_read_once_and_links_upwards_not_at_all(tmp_path: Pat
         (tmp_path / folder / "a.txt").write_text(folder)
     (tmp_path / "text" / "shard").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "text" / "own" / "up").symlink_to(tmp_path / "text")
-    assert texts_of(Source(path=str(tmp_path / "text"))) == ["text/own", "elsewhere/deep"]
+    (tmp_path / "text" / "latest").symlink_to("own")
+    (tmp_path / "text" / "shard copy").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "text" / "tail").symlink_to(tmp_path / "elsewhere" / "deep")
+    (tmp_path / "elsewhere" / "around").symlink_to(tmp_path)
+    files = Source(path=str(tmp_path / "text")).files()[1]
+    assert sorted(path.read_text() for path in files) == ["elsewhere/deep", "text/own"]
 
 
 def test_a_file_name_that_is_not_utf_8_is_named(tmp_path: Path) -> None:

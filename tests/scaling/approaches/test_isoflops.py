@@ -125,7 +125,7 @@ def test_untuned_and_unannealed_rows_are_left_out() -> None:
     runs.loc[12, "annealed"] = False
     result = two(runs)
     assert result.params_exponent == pytest.approx(0.5, abs=2e-3)
-    assert result.warnings[0].startswith("2 rows were left out, the first because: predicted regret 2.000% is above")
+    assert "2.000%" in result.warnings[0]
 
 
 def test_marins_parabolas_are_reported_as_wide(public_table: Callable[[str], pd.DataFrame]) -> None:
@@ -222,3 +222,13 @@ def test_losses_in_a_column_s_own_unit_keep_it_and_become_nats_where_the_bytes_a
         assert (plain.loss_unit, known.loss_unit) == ("bits per byte", "nats per token")
         expected = fitting(table, n_params_convention="total", n_bootstrap=4)
         np.testing.assert_allclose(known.points["loss"], expected.points["loss"])
+
+
+def test_the_interval_of_a_vertex_weighs_runs_as_the_vertex_does() -> None:
+    """One run of each budget is far off, and says so."""
+    runs = isoflops(EVEN, noise=0.002).assign(noise=0.002)
+    runs.loc[::7, ["noise", "loss"]] = [0.5, 4.0]
+    points = two(runs).points
+    assert (points["n_params_low"] <= points["n_params"]).all()
+    assert (points["n_params"] <= points["n_params_high"]).all()
+    assert (points["n_params_high"] / points["n_params_low"] < 1.2).all()

@@ -223,10 +223,13 @@ def test_a_run_ends_at_its_last_row_although_whole_batches_are_fewer_tokens(tabl
 def test_rows_of_a_run_without_its_length_are_checkpoints_before_its_last(table: pd.DataFrame) -> None:
     runs = table["n_params"].astype(str) + " " + table["n_tokens"].astype(str)
     so_far = table.assign(n_tokens=table["tokens"], run=runs).drop(columns="tokens")
-    ends, before = ends_and_checkpoints(so_far, "accuracy")
+    ends, before = ends_and_checkpoints(so_far, "accuracy", columns={"run": "run"})
     known, earlier = ends_and_checkpoints(table, "accuracy")
     assert (len(ends), len(before)) == (len(known), len(earlier))
     assert sorted(ends["n_tokens"]) == sorted(known["n_tokens"])
+    one_name = table.loc[known.index, ["n_params", "n_tokens", "accuracy"]].assign(run="baseline")
+    ends, before = ends_and_checkpoints(one_name, "accuracy")
+    assert (len(ends), len(before)) == (len(known), 0), "a name that several sizes share joins no rows"
 
 
 @pytest.mark.parametrize("value", [0.0, 0.25, 1.0])

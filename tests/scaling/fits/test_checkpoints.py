@@ -71,3 +71,18 @@ def test_runs_of_a_ladder_stay_runs() -> None:
     n, d = (grid.ravel() for grid in np.meshgrid(SIZES, (1e9, 2e9, 4e9, 8e9)))
     table = pd.DataFrame({"id": range(24), "n_params": n, "n_tokens": d, "loss": 1.7 + 420 / n**0.34 + 900 / d**0.31})
     assert fit(table, n_params_convention="total", n_bootstrap=4).n_stems == 24
+
+
+def test_a_column_of_row_names_does_not_hide_checkpoints() -> None:
+    n, part = (grid.ravel() for grid in np.meshgrid(SIZES, range(1, 11)))
+    d = part * 20 * n
+    table = pd.DataFrame(
+        {"n_params": n, "n_tokens": d, "loss": 1.7 + 420 / n**0.34 + 900 / d**0.31, "step": part * 1000}
+    )
+    uuid = [f"u{row}" for row in range(len(n))]
+    named = table.assign(run_name=[f"size {size:g}" for size in n], uuid=uuid)
+    assert read_runs(named).pipe(check_runs, (), max_regret=0.1, loss_unit=None).rows["n_tokens"].nunique() == len(
+        SIZES
+    )
+    each = [f"size {size:g} step {number}" for size, number in zip(n, part, strict=True)]
+    assert fit(table.assign(run_id=each), n_params_convention="total", n_bootstrap=4).status == "doubtful"

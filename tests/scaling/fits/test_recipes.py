@@ -50,3 +50,9 @@ def test_repeats_over_seeds_stay_repeats() -> None:
     found = fit(both.reset_index(drop=True), n_params_convention="total", n_bootstrap=4)
     assert found.n_rows == 32
     assert np.all(both.reset_index(drop=True)["lr"].iloc[found.rows.index] == 0.004)
+
+
+@pytest.mark.parametrize("column", ["eval_batch_size", "per_device_batch_size", "config/micro_bs"])
+def test_what_changes_no_loss_is_no_recipe(column: str) -> None:
+    table = searched("seed", (0, 1, 2)).assign(**{column: lambda rows: 8 * (1 + rows["seed"])})
+    assert fit(table, n_params_convention="total", n_bootstrap=4).n_rows == 48

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from scaling import Law, ScalingFit, backtest, compute_flops, fit, fit_envelope, fit_isoflops, fit_two_step, next_runs
+from scaling.fits.runs import Runs
 
 Ladder = Callable[..., pd.DataFrame]
 
@@ -262,3 +263,13 @@ def test_integers_do_not_wrap(ladder: Ladder, planted: Law) -> None:
     np.testing.assert_allclose([*result.law.parameters.values()], [*planted.parameters.values()], rtol=1e-4)
     chosen = next_runs(result, 10**13, 10**15, affordable_flops=1e28, candidates=runs[["n_params", "n_tokens"]]).runs
     np.testing.assert_allclose(chosen["cost_flops"], flops[chosen.index])
+
+
+def test_each_kind_of_reason_is_counted_once() -> None:
+    """Nine rows differ by their numbers alone, which is one reason."""
+    reasons = [*(f"its warmup takes {n}% of its tokens" for n in range(9)), "it is not annealed"]
+    rows = pd.DataFrame({"reason": reasons})
+    found = Runs(rows=rows, left_out=rows, compute_flops=np.ones(10), loss_unit="nats", warnings=(), assumptions=())
+    assert "9 because its warmup takes 0%" in found.omitted
+    assert "1 because it is not annealed" in found.omitted
+    assert "takes 1%" not in found.omitted

@@ -146,6 +146,9 @@ def test_a_repeated_row_is_refused_and_the_next_runs_have_the_table_s_names() ->
     runs = table(20)
     with pytest.raises(ValueError, match="row 20 repeats"):
         fit_mixture(pd.concat([runs, runs], ignore_index=True))
+    losses = [name for name in runs if name.startswith("loss_")]
+    crashed = pd.concat([runs, *[runs.iloc[:1].assign(**dict.fromkeys(losses, np.nan))] * 2], ignore_index=True)
+    assert len(fit_mixture(crashed).weights) == 20, "what has no loss repeats nothing"
     shares = runs.rename(columns=lambda name: name.replace("weight_", "p_"))
     following = fit_mixture(shares, weight_prefix="p_").next_mixtures(2)
     assert [*following.weights] == [f"p_{name}" for name in DOMAINS]

@@ -151,9 +151,13 @@ def _train_with_retries(
             ),
         ).fit()
 
+    asked = False
+
     def stop() -> None:
-        if (directory / NOTICE).exists():
+        nonlocal asked
+        if asked:
             raise KeyboardInterrupt
+        asked = True
         (directory / NOTICE).touch()
         _log.warning("interrupted: the run saves and ends; interrupt it again to end it without saving")
 

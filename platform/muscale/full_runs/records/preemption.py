@@ -13,6 +13,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from muscale.interrupts import ECHO_SECONDS
+
 NOTICE = "preempt"  # file in a run's directory
 OBEYED = "preempt.obeyed"  # its name once the run has saved and ended because of it
 _LOOK_SECONDS = 1.0
@@ -24,6 +26,7 @@ class PreemptionNotice:
     def __init__(self, directory: Path) -> None:
         self.file = directory / NOTICE
         self._heard = False
+        self._interrupted_at = float("inf")
         self._looked = float("-inf")
 
     def listen(self) -> None:
@@ -47,6 +50,8 @@ class PreemptionNotice:
             self.file.replace(self.file.with_name(OBEYED))
 
     def _hear(self, which: int, _frame: object) -> None:
-        if which == signal.SIGINT and self._heard:
-            raise KeyboardInterrupt
+        if which == signal.SIGINT:
+            if time.monotonic() > self._interrupted_at + ECHO_SECONDS:
+                raise KeyboardInterrupt
+            self._interrupted_at = min(self._interrupted_at, time.monotonic())
         self._heard = True

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from muscale import json_lines
 from muscale.errors import DivergedError, MuscaleError, PreemptedError, StageError, of_storage
 from muscale.full_runs.records.goodput import ATTEMPTS
+from muscale.full_runs.records.preemption import OBEYED
 
 Kind = Literal["preempted", "lost", "device", "diverged", "program", "unknown"]
 T = TypeVar("T")
@@ -148,7 +149,9 @@ def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failure
             cause = f"{text}; the run's records are in {directory}"
             if not is_retryable(error, history):
                 raise StageError(f"promote: another attempt would fail in the same way: {cause}") from error
-            if count > max_failures:
+            if (
+                count > max_failures and not (directory / OBEYED).exists()
+            ):  # then the next attempt ends as one that was asked to
                 raise StageError(
                     f"promote: failed {count} times, promote.max_failures = {max_failures}: {cause}"
                 ) from error

@@ -12,6 +12,7 @@ from muscale import json_lines
 from muscale.errors import DivergedError, PreemptedError, StageError
 from muscale.full_runs.records import attempts, goodput
 from muscale.full_runs.records.goodput import Goodput, measure, record_attempt
+from muscale.full_runs.records.preemption import OBEYED
 from muscale.full_runs.records.retries import Failure, describe, failures, is_retryable, kind_of, train_with_retries
 from muscale.full_runs.train.interventions import Interventions
 from muscale.layout import EVALUATIONS, METRICS
@@ -116,6 +117,9 @@ def test_retries_continue_while_attempts_make_progress(tmp_path: Path, monkeypat
     assert outcome("preempted", (1, leave), (2, leave), (3, leave), (4, leave), None) == "done"
     with pytest.raises(StageError, match="failed 3 times"):
         outcome("nowhere", (1, leave), (1, leave), (1, leave), (1, leave))
+    (tmp_path / "asked").mkdir()
+    (tmp_path / "asked" / OBEYED).touch()  # it has saved, so the next attempt says that it was asked to end
+    assert outcome("asked", (1, GONE), (1, leave), (1, leave), (1, leave), None) == "done"
     assert [failure.attempt for failure in failures(tmp_path / "lost")] == [1, 2]
     full = [(step, OSError(errno.ENOSPC, "No space left on device", "run.json")) for step in (3, 5, 7)]
     with pytest.raises(StageError, match=r"run.json:"):
