@@ -244,8 +244,8 @@ class ResponseSurface(Result):
             else:
                 design = latin_hypercube(start, len(self.box.names), np.random.default_rng(seed))
                 order = np.concatenate([self.box.place(design)[n : n + 1], drawn])
-            new = np.flatnonzero(~self._unwanted(order, here, trials)) if trials else []
-            return self._point(order[new[0] if len(new) else 0])
+            new = order[~self._unwanted(order, here, trials)] if trials else order
+            return self._point((new if len(new) else order)[0])
         regions = self._to_explore(here, cell)
         point, is_possible = self._most_promising(process, s, cell, here, prior, trials, generator, regions)
         if regions and not is_possible:  # no trial is allowed there
@@ -449,5 +449,5 @@ def _fitted(
 
 def _is_among(u: Array, known: Array) -> NDArray[np.bool_]:
     """Which encoded points are equal to a known one."""
-    same: NDArray[np.bool_] = np.isclose(u[:, None], known[None], rtol=0, atol=1e-9).all(axis=2)
-    return np.asarray(same.any(axis=1))
+    away = np.abs(u[:, None] - known[None]).max(axis=2)
+    return np.asarray((away <= 1e-9).any(axis=1), dtype=np.bool_)
