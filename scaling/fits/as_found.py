@@ -109,7 +109,7 @@ def as_found(table: pd.DataFrame, columns: Mapping[str, str] = NO_COLUMNS) -> pd
 
 
 def _require_no_total(table: pd.DataFrame, name: str) -> None:
-    """Raise ValueError if another column has the count that includes embeddings, unless a law of experts needs both."""
+    """Raise ValueError if the column leaves embeddings out, and another has the count that includes them."""
     totals = [each for each in table.columns if plain(str(each)).strip("_") in TOTAL.split()]
     if "embedding" in plain(name) and totals:
         raise ValueError(
