@@ -194,7 +194,7 @@ class AcrossScales:
 
 
 def _is_uneven(space: Space) -> bool:
-    """Whether points of the box differ from those of their configurations, or are not allowed."""
+    """Whether points of the box may share a configuration, or have none that is allowed."""
     kinds = [type(space[name]) for name in space.searched]
     rounded = any(issubclass(kind, Integer | Ordinal) for kind in kinds) or all(kind is Choice for kind in kinds)
     return rounded or bool(space.constraints) or any(distribution.when for distribution in space.values())

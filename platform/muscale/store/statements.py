@@ -157,10 +157,13 @@ def find_runs(
         .order_by(runs.c.created_at, runs.c.key)
     )
     rows = [tuple(row) for row in connection.execute(query)]
-    names = [column.name for column in _run_columns(without)]
-    if "seconds" not in names:
-        return rows
-    # A run's row has the seconds of its last segment.
+    return rows if "seconds" in without else _with_whole_seconds(connection, rows, _run_columns(without))
+
+
+def _with_whole_seconds(
+    connection: sa.Connection, rows: list[tuple[Any, ...]], columns: Sequence[sa.Column[Any]]
+) -> list[tuple[Any, ...]]:
+    """Rows with the seconds of all segments of their run in place of the last segment's."""
     found = connection.execute(sa.select(segments.c.key, segments.c.parent, segments.c.seconds))
     parts = {key: (parent, seconds) for key, parent, seconds in found}
 
@@ -168,6 +171,7 @@ def find_runs(
         parent, seconds = parts[key]
         return float(seconds) + (whole(parent) if parent in parts else 0.0)
 
+    names = [column.name for column in columns]
     key, at = names.index("key"), names.index("seconds")
     return [(*row[:at], whole(row[key]), *row[at + 1 :]) for row in rows]
 

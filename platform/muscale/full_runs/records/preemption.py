@@ -1,7 +1,8 @@
 """Preemption notices: the run saves and ends with an exit code that asks for a restart.
 
-A notice is SIGINT (Ctrl-C; a second one interrupts at once), SIGTERM (torchrun, batch systems, containers), SIGUSR1 under Slurm
-(`--signal=USR1@120`), or a file in the run's directory, for launchers whose workers receive no signals: Ray trains in a thread.
+A notice is SIGINT (Ctrl-C; a second one, unless it is an echo, interrupts at once), SIGTERM (torchrun, batch systems, containers),
+SIGUSR1 under Slurm (`--signal=USR1@120`), or a file in the run's directory, for launchers whose workers receive no signals: Ray
+trains in a thread.
 """
 
 from __future__ import annotations
