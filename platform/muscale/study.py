@@ -289,12 +289,17 @@ class Study(Result):
         """Whether the study has a coordinate check: not with a [trainer] program or given weights."""
         return not (self.config.trainer or self.config.initial_weights)
 
-    def _warn_of_check(self) -> None:
-        """Print a warning if the coordinate check has failed, since tuned values may not transfer."""
+    def _warn_before_search(self) -> None:
+        """Print a warning if the coordinate check has failed, as tuned values may not transfer, or if the law can't use a stem."""
         check = self._known_check() if self._has_check else None
         if check and not check.passed:
             line = check_line(check)
-            self._display.line(f"warning: the coordinate check {line.compared}; {line.advice}")
+            self._warn(f"the coordinate check {line.compared}; {line.advice}")
+        self._warn(ladder.planned_warmup_warning(self.config, self._numerics))
+
+    def _warn(self, message: str) -> None:
+        if message:
+            self._display.line(f"warning: {message}")
 
     def _known_check(self) -> CoordinateCheck | None:
         return known_check(self.config, self._numerics, self.ledger)
@@ -328,7 +333,7 @@ class Study(Result):
             return self._stages.known.sweep
         sweep = Sweep.of(self.config, self.ledger, self.corpus)
         sweep = replace(sweep, learn_from=tuple(map(str, learn_from)), columns=columns, callbacks=tuple(callbacks))
-        self._warn_of_check()
+        self._warn_before_search()
         result = self._run_sweep(sweep.by(searcher, scheduler) if searcher or scheduler else sweep, narrower)
         self._stages.known = Findings(sweep=result)  # the results of later stages were those of another sweep
         return result
@@ -380,6 +385,8 @@ class Study(Result):
     def _finish(self, stage: str, jobs: Sequence[Job]) -> None:
         """Train the runs of a stage that the ledger does not have, and measure the ladder's on the way as set in [scores]."""
         is_new = len(self.ledger.outcomes(job.chain for job in jobs)) < len({job.chain.key for job in jobs})
+        if stage == "ladder" and is_new:
+            self._warn(ladder.warmup_warning(jobs))
         if (settings := self.config.scores) and stage == "ladder" and is_new:
             jobs = ladder.evaluated(jobs, self._measures, settings.checkpoints)
         finish_stage(stage, jobs, self.ledger, self.config.resources, self._display)

@@ -74,11 +74,16 @@ def run_stage(
 
 
 def upper_costs(stage: str, config: StudyConfig, path: Path, *, as_json: bool) -> Any:
-    """Return upper bounds of the costs of a stage and the stages before it, as a table or as text with three digits."""
-    from muscale.plans.costs import cost_of, with_device_hours, with_total
+    """Return upper bounds of the costs of a stage and the stages before it, as a table or as text with three digits and warnings."""
+    from muscale.plans.costs import cost_of, dry_numerics, with_device_hours, with_total
+    from muscale.proxies.ladder import planned_warmup_warning
 
     table = with_total(with_device_hours(cost_of(stage, config), config, path))
-    return table if as_json or table.empty else table.to_string(index=False, float_format="{:.3g}".format)
+    if as_json or table.empty:
+        return table
+    text = table.to_string(index=False, float_format="{:.3g}".format)
+    warning = planned_warmup_warning(config, dry_numerics(config))
+    return f"{text}\nwarning: {warning}" if warning else text
 
 
 def is_begun(path: Path) -> bool:

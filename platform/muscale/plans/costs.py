@@ -86,7 +86,7 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
     The sweep's bound assumes no early stopping and includes every branch and repetition. Another round in a narrower space has
     its own trials and finalists within the same limits.
     """
-    h, model, numerics = config.hyperparameters, config.model, _numerics(config)
+    h, model, numerics = config.hyperparameters, config.model, dry_numerics(config)
     first = budget(config, trial_plan(config, numerics))
     both = replace(first, trials=2 * first.trials, n_finalists=2 * first.n_finalists)
     rows: list[tuple[str, int, Any, float]] = [
@@ -106,13 +106,13 @@ def estimate(config: StudyConfig) -> pd.DataFrame:
 def _variants(config: StudyConfig) -> pd.DataFrame:
     """Return each variant's rate grids at their widest, and each of its sizes with all seeds."""
     parts: dict[str, list[Chain]] = {}
-    for variant, part, job in comparison.most_jobs(config, _numerics(config), config.hyperparameters):
+    for variant, part, job in comparison.most_jobs(config, dry_numerics(config), config.hyperparameters):
         parts.setdefault(f"compare: {variant}, {part}", []).append(job.chain)
     rows = [(name, len(chains), *_trained(chains)) for name, chains in parts.items()]
     return pd.DataFrame(rows, columns=_COLUMNS).astype({"n_tokens": "Int64"})
 
 
-def _numerics(config: StudyConfig) -> Numerics:
+def dry_numerics(config: StudyConfig) -> Numerics:
     """Return the study's numerics at its base shape, for a corpus that need not exist yet."""
     return Numerics(
         model=config.model,

@@ -150,6 +150,31 @@ def ladder_jobs(
     return jobs
 
 
+def planned_warmup_warning(config: StudyConfig, numerics: Numerics) -> str:
+    """Return `warmup_warning` of the ladder before the search; "" if the search decides the warmup."""
+    if {"warmup_fraction", "warmup_floor_tokens"} & config.sweep.space.keys():
+        return ""
+    return warmup_warning(ladder_jobs(config, numerics, config.hyperparameters, horizon=None))
+
+
+def warmup_warning(jobs: Iterable[Job]) -> str:
+    """Return a message about runs that the law will leave out because of their warmups; "" if there are none."""
+    reasons = {
+        job.label: reason
+        for job in jobs
+        if (
+            reason := _long_warmup(
+                job.chain.last.recipe.warmup_tokens, job.chain.last.end, job.hyperparameters.warmup_fraction
+            )
+        )
+    }
+    if not reasons:
+        return ""
+    (label, reason), *others = reasons.items()
+    more = f" (and {len(others)} more)" if others else ""
+    return f"the law will leave out the run {label}{more}: {reason}"
+
+
 def evaluated(jobs: Sequence[Job], measures: Measures, checkpoints: int) -> list[Job]:
     """Return the jobs with so many points of each run at which measures are taken, its end the last.
 
@@ -310,12 +335,16 @@ def _left_out(row: dict[str, Any], best: Hyperparameters, space: Space, allowed:
             return f"its {name} is {row['hyperparameters'][name]!r}, the policy's is {getattr(best, name)!r}"
     if row["numerics"]["run_tokens"] not in (None, row["n_tokens"]):
         return f"its data are those of a run of {row['numerics']['run_tokens']} tokens"
-    share = row["segment"]["recipe"]["warmup_tokens"] / row["n_tokens"]
-    allowed = MAX_WARMUP * row["hyperparameters"]["warmup_fraction"]
-    if share > allowed:
-        tokens = row["segment"]["recipe"]["warmup_tokens"]
-        return (
-            f"its warmup takes {tokens:,} of its {row['n_tokens']:,} tokens, more than {allowed:.1%}: lower "
-            "hyperparameters.warmup_floor_tokens, or give the run more tokens"
-        )
-    return ""
+    warmup_tokens = row["segment"]["recipe"]["warmup_tokens"]
+    return _long_warmup(warmup_tokens, row["n_tokens"], row["hyperparameters"]["warmup_fraction"])
+
+
+def _long_warmup(warmup_tokens: int, n_tokens: int, warmup_fraction: float) -> str:
+    """Return why the law leaves out a run with this warmup; "" if it does not."""
+    allowed = MAX_WARMUP * warmup_fraction
+    if warmup_tokens <= allowed * n_tokens:
+        return ""
+    return (
+        f"its warmup takes {warmup_tokens:,} of its {n_tokens:,} tokens, more than {allowed:.1%}: lower "
+        "hyperparameters.warmup_floor_tokens, give the run more tokens, or give its stem fewer branches"
+    )

@@ -236,6 +236,24 @@ def test_a_row_that_is_not_comparable_is_left_out_with_the_reason(
     assert reasons[8192] == "the regret of its searched hyperparameters is not known"
 
 
+@pytest.mark.parametrize("floor", [0, 3000])
+def test_runs_that_the_law_leaves_out_because_of_their_warmups_are_named_before_they_are_trained(
+    make_study: Callable[..., Path], horizon: HorizonLaw, floor: int
+) -> None:
+    path, floors = make_study(), {"hyperparameters.warmup_floor_tokens": floor}
+    config = StudyConfig.read(path, floors)
+    h = config.hyperparameters
+    numerics = Numerics(model=config.model, base=config.model, corpus_key="c", seed=0, evaluation_tokens=1)
+    jobs = ladder.ladder_jobs(config, numerics, h, horizon)
+    table = ladder.law_rows(pd.DataFrame([as_run(job) for job in jobs]), h, config.sweep.space, horizon, numerics)
+    named = ladder.planned_warmup_warning(config, numerics)
+    assert bool(named) == (floor > 0) == bool(table["left_out"].str.contains("warmup_floor_tokens").any())
+    space = '[sweep.space]\nwarmup_fraction = { distribution = "uniform", low = 0.02, high = 0.1 }'
+    path.write_text(path.read_text().replace("[sweep.space]", space))
+    searched = StudyConfig.read(path, floors)
+    assert ladder.planned_warmup_warning(searched, numerics) == ""
+
+
 def test_runs_of_an_earlier_revision_of_the_study_enter_no_law(
     config: StudyConfig, numerics: Numerics, horizon: HorizonLaw
 ) -> None:
