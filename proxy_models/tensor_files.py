@@ -90,9 +90,8 @@ def write_tensors(
         OSError: If writing to disk fails, with the file's name.
         ValueError: If a tensor is missing or differs from `shapes`.
     """
-    aligned = sorted(
-        shapes, key=lambda name: -shapes[name].element_size()
-    )  # large dtypes come first, so that each tensor begins at a multiple of its element size
+    # large dtypes come first, so that each tensor begins at a multiple of its element size
+    aligned = sorted(shapes, key=lambda name: -shapes[name].element_size())
     parts = cut({name: shapes[name].nbytes for name in aligned}, max_file_bytes)
     files = [path]
     if len(parts) > 1:

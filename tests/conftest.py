@@ -31,9 +31,8 @@ from tests.muscale.gloo_ranks import GlooRanks
 if TYPE_CHECKING:
     from muscale.actors.cluster import Cluster
 
-settings.load_profile(
-    "ci"
-)  # the same examples everywhere, and no limit of 200 ms for one, which a busy machine exceeds
+# the same examples everywhere, and no limit of 200 ms for one, which a busy machine exceeds
+settings.load_profile("ci")
 
 
 _LONGEST = (

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _LEAVING_SECONDS = 60.0  # Ray's own limit for waiting for a lost head
 _RELEASE_SECONDS = 3.0  # until an ended worker counts as gone
-_SOCKET_BYTES = 107 - len(
-    "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
-)  # left of a path, Linux
+# left of a path, Linux
+_SOCKET_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
 _SHORT_FOLDER = "/tmp"  # noqa: S108 -- where Ray itself puts its files if nothing names a folder
 _STARTS = 3
 _KILLED_SECONDS = 60.0  # further seconds after the head is killed: on a busy machine Ray was seen to take 35 s

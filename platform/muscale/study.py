@@ -172,9 +172,8 @@ class Study(Result):
             except OtherCorpusError:
                 if self.ledger.is_begun:
                     raise
-                discard_corpus(
-                    folder
-                )  # nothing was trained on it; its settings, such as [corpus.clean], have changed since
+                # nothing was trained on it; its settings, such as [corpus.clean], have changed since
+                discard_corpus(folder)
                 corpus = self._write_corpus(folder)
         except CorpusError as error:
             raise StageError(f"corpus: {error}") from error

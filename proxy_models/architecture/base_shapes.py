@@ -18,9 +18,8 @@ from torch.nn.modules.conv import _ConvNd
 from proxy_models.architecture.parametrization import TensorClass, TensorShape, fan_in_of
 
 _OUTPUTS_FIRST = (nn.Linear, nn.MultiheadAttention, nn.RNNBase)  # layers whose matrices are (outputs, inputs)
-_INPUTS_FIRST = (
-    "transformers.pytorch_utils.Conv1D",
-)  # matrices (inputs, outputs), as in GPT-2; named as text, since transformers is optional
+# matrices (inputs, outputs), as in GPT-2; named as text, since transformers is optional
+_INPUTS_FIRST = ("transformers.pytorch_utils.Conv1D",)
 
 
 def module_shapes(

@@ -37,9 +37,8 @@ class CausalLM(nn.Module):
         """
         super().__init__()
         self.network = network
-        self._router_logits: list[
-            Tensor
-        ] = []  # of the last pass; transformers' own way to collect them does not compile
+        # of the last pass; transformers' own way to collect them does not compile
+        self._router_logits: list[Tensor] = []
         for name in routers:
             network.get_submodule(name).register_forward_hook(
                 lambda _module, _inputs, output: self._router_logits.append(output[0])

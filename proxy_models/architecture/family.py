@@ -469,9 +469,8 @@ def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
 
     def forward(tokens: torch.Tensor, **named: Any) -> Any:
         with torch.autocast(tokens.device.type, dtype):
-            return type(model).forward(
-                model, tokens, **named
-            )  # FSDP2 changes the class, so its forward is looked up here
+            # FSDP2 changes the class, so its forward is looked up here
+            return type(model).forward(model, tokens, **named)
 
     vars(model).pop("forward", None)
     if dtype != torch.float32:

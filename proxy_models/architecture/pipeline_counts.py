@@ -108,9 +108,8 @@ def in_flight(schedule: PipelineSchedule, rank: int, ranks: int, number: int) ->
 def _in_rounds(schedule: PipelineSchedule, rank: int, ranks: int, number: int) -> tuple[tuple[int, ...], ...]:
     """Count micro-batches of schedules in rounds, in which a rank's stages alternate; gradients of weights may come later."""
     in_round, later = number // (number // ranks), rank if schedule in SPLIT_BACKWARD else 0
-    ahead = in_round + (1 if schedule in SPLIT_BACKWARD else 2) * (
-        ranks - 1 - rank
-    )  # forward passes before the first backward
+    # forward passes before the first backward
+    ahead = in_round + (1 if schedule in SPLIT_BACKWARD else 2) * (ranks - 1 - rank)
     kept, found = [0, 0], set()
     for operation in range(min(2 * number, ahead + later + 2 * in_round)):  # the rest repeats
         kept[operation // in_round % 2] += 1

@@ -15,9 +15,8 @@ from typing import Any
 from proxy_models.data.sources import CorpusError, decompressor
 
 UTF8 = "utf-8"
-HEAD_BYTES = (
-    1 << 20
-)  # beginning of a file from which its encoding is detected; a file that is ASCII up to there counts as UTF-8
+# beginning of a file from which its encoding is detected; a file that is ASCII up to there counts as UTF-8
+HEAD_BYTES = 1 << 20
 _CODECS = {"gunzip": "gzip", "zstd -d": "zstd"}
 _MARKS = {  # longest first: the mark of UTF-16 begins that of UTF-32
     codecs.BOM_UTF32_LE: "utf-32",

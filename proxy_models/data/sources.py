@@ -34,13 +34,14 @@ _SUFFIXES: dict[Kind, tuple[tuple[str, ...], ...]] = {
     "tokens": ((".bin",), (".npy",)),
     "cleaned": ((".jsonl",),),
 }
+# fields that a record of the source names only where they are not the default
 OPTIONAL = (
     "prompt_field",
     "messages_field",
     "encoding",
     "on_error",
     "language",
-)  # fields that a record of the source names only where they are not the default
+)
 READ_BY = ("kind", "field", "prompt_field", "messages_field", "dtype", "vocab_size", "encoding", "on_error")
 """Fields that determine what is read of the files."""
 WITH_PROMPTS = ("jsonl", "csv", *ROWS)  # kinds whose records may have prompts

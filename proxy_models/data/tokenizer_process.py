@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 LONGEST_WORD = 1000  # characters (assumed); words of ordinary text are shorter, so their training is unchanged
+# a word of ByteLevel has characters of one class, and perhaps a space before them
 _CLASSES = (
     r"\p{L}",
     r"\p{N}",
     r"[^\s\p{L}\p{N}]",
     r"\s",
-)  # a word of ByteLevel has characters of one class, and perhaps a space before them
+)
 
 
 def train(texts: Iterator[str], kind: str, vocab_size: int, end_of_text: str) -> str:

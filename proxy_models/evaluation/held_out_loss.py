@@ -74,9 +74,8 @@ class HeldOutSequences:
         """Read the sequences; raise ValueError if the corpus has fewer held-out tokens than the run evaluates."""
         numerics = subject.numerics
         self._subject, self._loss = subject, family_of(numerics.model).evaluation_loss
-        self._batch = min(
-            subject.ranks.gather(unsharded_batch(numerics, subject.device))
-        )  # ranks need equally many passes
+        # ranks need equally many passes
+        self._batch = min(subject.ranks.gather(unsharded_batch(numerics, subject.device)))
         self._sets = evaluation_sets(subject.corpus, numerics.model.context_length, numerics.evaluation_tokens)
 
     def losses(self) -> HeldOutLosses:

@@ -108,9 +108,8 @@ class TaskModel:
             keys.append(key)
             if key not in self._progress.found:
                 missing[key] = request.args[0], wanted
-        keys, missing = self._ranks.from_first(
-            lambda: (keys, missing)
-        )  # a task's own functions may draw items at random
+        # a task's own functions may draw items at random
+        keys, missing = self._ranks.from_first(lambda: (keys, missing))
         texts = self._ranks.map(lambda key: self._generated(*missing[key], seed=int(key, 16)), list(missing))
         for key, text in zip(missing, texts, strict=True):
             self._progress.keep({key: text})

@@ -157,9 +157,8 @@ class SOAPWithAdamW(MatricesWithAdamW):
         moments = {name: value for name, value in state.items() if name != "step"}
         for name, value in moments.items():
             if is_sharded(value) and all(placement.is_replicate() for placement in value.placements):
-                state[name] = self._kept(
-                    stack, own(value)[self._ours(stack)].clone()
-                )  # `restore` gives every rank the whole
+                # `restore` gives every rank the whole
+                state[name] = self._kept(stack, own(value)[self._ours(stack)].clone())
         return {name: own(state[name]) for name in moments}
 
     def _kept(self, stack: _Stack, ours: Tensor) -> Tensor:

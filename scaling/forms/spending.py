@@ -152,9 +152,8 @@ class Spending:
         Of sizes with their own sparsities all stay that are as large as the nearest one.
         """
         serving, training = self.served_flops_per_param, FLOPS_PER_PARAM_TOKEN * tokens_per_param
-        size = (math.sqrt(serving**2 + 4 * training * budget) - serving) / (
-            2 * training
-        )  # training·N² + serving·N = budget
+        # training·N² + serving·N = budget
+        size = (math.sqrt(serving**2 + 4 * training * budget) - serving) / (2 * training)
         of_data, of_time = self.max_tokens / tokens_per_param, math.sqrt(self.max_training_flops / training)
         size = min(size, self.max_active_params, of_data, of_time)
         if self.sizes is not None:

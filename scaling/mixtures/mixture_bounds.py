@@ -110,9 +110,8 @@ def minimise(score: Callable[[Array], Array], starts: Array, low: Array, high: A
                 if scores.min() >= value - 1e-9:
                     break
                 kept = moved[np.argsort(scores, kind="stable")[:COMBINED]]
-                together = nearest(
-                    point + np.cumsum(kept - point, axis=0), low, high
-                )  # the best exchange, the best two, …
+                # the best exchange, the best two, …
+                together = nearest(point + np.cumsum(kept - point, axis=0), low, high)
                 combined = score(together)
                 point, value = together[np.argmin(combined)], float(combined.min())
         if value < least:

@@ -159,9 +159,8 @@ class Gains:
                 "check that both have losses in one unit on one held-out set, or add larger runs of the baseline"
             )
         equal = law.x0 - (y + np.log1p(-np.exp(law.floor - y)) - law.excess) / law.gamma
-        per_loss = 1 / law.slope(
-            equal
-        )  # the slope at `equal`: at x, a baseline that hardly falls any more would blur any gap
+        # the slope at `equal`: at x, a baseline that hardly falls any more would blur any gap
+        per_loss = 1 / law.slope(equal)
         own = np.diag(1 / cells["runs"].to_numpy(dtype=np.float64)) + (weights / law.runs) @ weights.T
         others = seed_variance * _unshared(tuple(cells["seeds"]), law.seeds, weights)
         return cls(

@@ -42,6 +42,7 @@ QUICKSTART = Path("platform/muscale/quickstart.toml")
 RATIO = 10.2  # of the largest ladder run's compute
 OCTAVES = (-1.0, 0.0, 1.0)  # around the promoted rate
 LADDER_SEEDS = 2
+# width, thousands of 1024 tokens
 STEMS = (
     (16, 512),
     (16, 1024),
@@ -54,7 +55,7 @@ STEMS = (
     (48, 960),
     (64, 576),
     (80, 384),
-)  # width, thousands of 1024 tokens
+)
 CASES: dict[str, dict[str, Any]] = {
     "decided": {},
     "three times as wide": {"plan": {"shapes": [{"width": 96}]}},

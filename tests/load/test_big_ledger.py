@@ -129,9 +129,8 @@ def measured(make_study: Callable[[str], Path], server: PostgresServer | None) -
         if server is not None:
             vacuum(server)
         opened = big_ledger.open_study(path, *settings)
-        str(
-            opened
-        )  # a file's pages that are read for the first time cost six times as much: runs and segments are read once
+        # a file's pages that are read for the first time cost six times as much: runs and segments are read once
+        str(opened)
         opened.ledger.close()
         costs = {}
         for name, operation in OPERATIONS.items():

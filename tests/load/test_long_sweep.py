@@ -149,9 +149,8 @@ def test_a_driver_of_five_thousand_trials_is_flat_under_every_searcher_without_a
     tmp_path: Path, searcher: str
 ) -> None:
     stretches = windows(Ledger(tmp_path / "s.sqlite"), 5000, 500, searcher=searcher, scheduler="asha")
-    require_flat(
-        stretches, early=2 if searcher == "cma_es" else 1
-    )  # which observes more trials up to `MAX_OBSERVATIONS`
+    # which observes more trials up to `MAX_OBSERVATIONS`
+    require_flat(stretches, early=2 if searcher == "cma_es" else 1)
 
 
 @pytest.mark.soak

@@ -11,9 +11,8 @@ from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import FORMAT, MANIFEST
 
 N_TOKENS, CONTEXT, BATCH_TOKENS, N_BATCHES = 10**9, 128, 16 * 128, 20
-_AHEAD = (
-    2**17
-)  # bytes that the kernel may read and map around a page that is asked for (mm/filemap.c; 128 KiB by default)
+# bytes that the kernel may read and map around a page that is asked for (mm/filemap.c; 128 KiB by default)
+_AHEAD = 2**17
 
 
 def of_self(file: str, name: str) -> int:

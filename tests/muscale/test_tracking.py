@@ -121,9 +121,8 @@ def test_tensorboard_has_the_same_metrics_under_the_same_names(swept: Sweep) -> 
     }
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning"
-)  # mlflow's about itself and SQLAlchemy
+# mlflow's about itself and SQLAlchemy
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow, of muscale[mlflow], which is in no lock")
 def test_mlflow_has_the_same_in_a_file_of_the_study(swept: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient

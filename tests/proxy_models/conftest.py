@@ -88,9 +88,8 @@ def assert_same() -> Callable[[SegmentResult, SegmentResult], None]:
         assert one.state.tokens == other.state.tokens
         assert one.state.tensors.keys() == other.state.tensors.keys()
         for name, tensor in one.state.tensors.items():
-            actual, expected = (
-                t.nan_to_num(nan=-1.0) for t in (tensor, other.state.tensors[name])
-            )  # a guard's gaps are NaN
+            # a guard's gaps are NaN
+            actual, expected = (t.nan_to_num(nan=-1.0) for t in (tensor, other.state.tensors[name]))
             assert torch.equal(actual, expected), name
         assert (one.loss, one.averaged_loss) == (other.loss, other.averaged_loss)
 

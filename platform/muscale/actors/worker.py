@@ -104,9 +104,8 @@ class Worker:
             mesh=mesh,
             initial_weights=self.directory / INITIAL_WEIGHTS,
         )
-        if (
-            device_share < 1 and self.trainer.device.type == "cuda"
-        ):  # so that a neighbour's allocations don't fail because of ours
+        # so that a neighbour's allocations don't fail because of ours
+        if device_share < 1 and self.trainer.device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(device_share, self.trainer.device)
 
     def evaluate(self, point: Evaluated) -> Outcome:

@@ -114,9 +114,8 @@ def _values(
 ) -> list[Any]:
     """Return a hyperparameter's values; they are None in rows in which it is inactive, whose cells are not checked."""
     values: list[Any] = table[name].tolist()
-    with suppress(
-        ValueError, TypeError
-    ):  # numbers are text in a column with a dash where the hyperparameter is inactive
+    # numbers are text in a column with a dash where the hyperparameter is inactive
+    with suppress(ValueError, TypeError):
         numbers = iter(pd.to_numeric(table[name][list(active)]).tolist())
         values = [next(numbers) if there else None for there in active]
     rules: Mapping[type[Distribution], Any] = {

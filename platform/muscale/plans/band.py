@@ -204,9 +204,8 @@ def _centres(fractions: Floats, warmup: float) -> list[float]:
 
 def _smoothed(curve: RunCurve, fractions: Floats, centre: float) -> float:
     """Log ratio of the training loss around a share to the final held-out loss."""
-    own = float(
-        np.interp(centre, fractions, curve.fractions)
-    )  # rounding to batches moves the ends of segments a little
+    # rounding to batches moves the ends of segments a little
+    own = float(np.interp(centre, fractions, curve.fractions))
     return curve.mean_log(own - WINDOW / 2, own + WINDOW / 2) - math.log(curve.final_loss)
 
 

@@ -227,9 +227,8 @@ def law_rows(
     columns = ["key", "purpose", "stem", "d_model", "learning_rate", "n_params", "n_tokens", "loss", "regret"]
     if len(mixtures_of(fitted)) > 1:
         trained = [Numerics.from_dict(row).model for row in rows["numerics"]]
-        rates = rates / [
-            rate_factor(model, numerics.model, axis_laws) for model in trained
-        ]  # those of the base's experts
+        # those of the base's experts
+        rates = rates / [rate_factor(model, numerics.model, axis_laws) for model in trained]
         rows[SPARSITY] = [model.sparsity for model in trained]
         columns.append(SPARSITY)
     at = _coordinates(rows.assign(learning_rate=rates), space, horizon)

@@ -129,9 +129,8 @@ class Record:
                 self.cancelled[trial] = reason
                 self.settled.clear()
                 last = self.last_rung(trial)
-                if (
-                    trial in self.open and last >= self._turns[trial][-1][0]
-                ):  # it was to pass this rung, and may end there
+                # it was to pass this rung, and may end there
+                if trial in self.open and last >= self._turns[trial][-1][0]:
                     self._retract(trial, last)
                 self.open.pop(trial, None)
                 for rung in [*self._rungs]:

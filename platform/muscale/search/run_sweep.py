@@ -52,9 +52,8 @@ def run_sweep(sweep: Sweep, on_result: OnResult, on_run: OnRun, *, narrower: boo
                     "sweep: its budget is used up, so no narrower space can be searched: raise sweep.max_tokens, "
                     "max_flops or max_device_hours"
                 )
-            if record.rounds[-1].first_trial < len(
-                record.configs
-            ):  # otherwise it was narrowed before, and had no budget
+            # otherwise it was narrowed before, and had no budget
+            if record.rounds[-1].first_trial < len(record.configs):
                 _narrow(sweep, record)
             engine = sweep.engine(record, on_result, on_run)
         if not engine.is_finished:

@@ -23,9 +23,8 @@ from proxy_models.data.corpus_writing import write_own_data
 class TrainerSettings(StrictTable):
     """[trainer]: the program, and the values that enter its keys."""
 
-    command: Annotated[
-        tuple[str, ...], Field(min_length=1)
-    ]  # words of the command, with {config} and {state}; run in the study's folder
+    # words of the command, with {config} and {state}; run in the study's folder
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
     version: str = ""  # change it if the program changes but its files in the study's folder do not
     data: str = ""  # name of the data that the program reads
     width_step: PositiveInt = 1  # every width is a multiple of it

@@ -26,9 +26,8 @@ from proxy_models.data.sources import Split
 
 LEAST_LEFT = 0.5
 """Share of a document that must be left without its leaked lines, or all of it is removed (assumed)."""
-_Passages = Sequence[
-    tuple[int, int, int]
-]  # first and last line, counted from 0, and the number of the held-out document
+# first and last line, counted from 0, and the number of the held-out document
+_Passages = Sequence[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)

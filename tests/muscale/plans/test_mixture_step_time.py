@@ -150,9 +150,8 @@ def test_ranks_that_share_out_experts_gather_less_and_exchange_rows_over_the_slo
 
 
 def test_a_pipeline_of_unequal_blocks_waits_less_if_stages_are_balanced() -> None:
-    model = replace(
-        SHAPES["64x16B"], mlp_ratio=1.0, first_dense_layers=6
-    )  # dense blocks take a third of the others' products
+    # dense blocks take a third of the others' products
+    model = replace(SHAPES["64x16B"], mlp_ratio=1.0, first_dense_layers=6)
     cheap = sum(model.block_flops[:6]) / 6
     assert cheap < 0.7 * model.block_flops[-1]
     found = StepTime(

@@ -38,9 +38,8 @@ def planned(make_study: MakeStudy, law: ScalingFit, horizon: HorizonLaw, corpus:
     path = make_study()
 
     def make(*overrides: str) -> tuple[Plan, StudyConfig]:
-        config = StudyConfig.read(
-            path, ["promote.precision=fp32", *overrides]
-        )  # a plan's is resolved, its file's stated
+        # a plan's is resolved, its file's stated
+        config = StudyConfig.read(path, ["promote.precision=fp32", *overrides])
         plan = Planner(config, config.hyperparameters, horizon, law, corpus=corpus, winner=3).plan()
         return register(plan, ledger), config
 

@@ -59,9 +59,8 @@ def test_products_take_their_flops_at_the_share_of_the_peak_that_they_reach() ->
     endless = replace(H100, memory=1e30, node=1e30, network=1e30, products=1.0, attention=1.0)
     one = step(workers=1, links=endless)
     tokens = 2**22
-    exact = (
-        LLAMA_8B.train_flops_per_token - 12 * 32 * 8192 * 4096
-    )  # products alone; attention: causal half, 7 products for 6
+    # products alone; attention: causal half, 7 products for 6
+    exact = LLAMA_8B.train_flops_per_token - 12 * 32 * 8192 * 4096
     attention = 12 * 32 * 8192 * 4096 / 2 * 7 / 6
     assert one.total == pytest.approx(tokens * (exact + attention) / 989.5e12)
     assert (one.tensor, one.exposed, one.communication) == (0, 0, 0)

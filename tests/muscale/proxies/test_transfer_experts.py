@@ -107,11 +107,12 @@ def planned(config: StudyConfig, verdict: Verdict) -> Plan:
     [
         ({"n_experts": 32, "experts_per_token": 8}, {}, True),
         ({"n_experts": 16}, {}, True),
+        # two granularities are no evidence
         (
             {"n_experts": 32, "experts_per_token": 8, "expert_ratio": 0.25},
             {},
             False,
-        ),  # two granularities are no evidence
+        ),
         ({"n_experts": 16, "experts_per_token": 4}, {"experts": -0.6}, True),  # by its law
         ({"n_experts": 64, "experts_per_token": 16}, {"experts": -0.6}, False),  # beyond its law
         ({"n_experts": 16}, {"experts": -0.6}, True),

@@ -63,9 +63,8 @@ def test_a_sweep_stopped_anywhere_resumes_to_the_same_result(
     whole = make_engine(chosen, "whole")
     drive(whole, loss_at, workers=1)
     for n_segments in (1, 4, 9):
-        drive(
-            make_engine(chosen, "left"), loss_at, workers=1, n_segments=n_segments
-        )  # the last one is begun and never arrives
+        # the last one is begun and never arrives
+        drive(make_engine(chosen, "left"), loss_at, workers=1, n_segments=n_segments)
     left = make_engine(chosen, "left")
     before = dict(left.record.results)
     drive(left, loss_at, workers=1)
@@ -327,9 +326,8 @@ def test_a_budget_that_pays_for_one_trial_brings_one_to_the_end(
     assert engine.is_finished
     assert engine.record.ranking(3)
     spent = engine.budget.spent(engine.record)
-    least = (
-        2_600 if scheduler == "tune:HyperBandScheduler" and limit == 25_000 else 1_600
-    )  # a new trial; of its second bracket, to rung 1
+    # a new trial; of its second bracket, to rung 1
+    least = 2_600 if scheduler == "tune:HyperBandScheduler" and limit == 25_000 else 1_600
     assert limit - least < spent <= limit
 
 

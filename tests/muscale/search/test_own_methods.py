@@ -259,9 +259,8 @@ def test_a_sweep_by_own_methods_that_broke_off_trains_nothing_twice(
     assert "completed" in set(found.trials["status"])
     assert any(":Halving" in note for note in found.notes)
 
-    pd.testing.assert_frame_equal(
-        opened().sweep().trials, found.trials
-    )  # as transfer, ladder and report do, without them
+    # as transfer, ladder and report do, without them
+    pd.testing.assert_frame_equal(opened().sweep().trials, found.trials)
     with pytest.raises(StageError, match="Halving"):
         opened("sweep.trials=6").sweep()
     other = opened().sweep(searcher=Draws(7), scheduler=Halving(1))

@@ -59,9 +59,8 @@ def test_no_winner_is_clear_where_every_trial_diverged_at_the_last_rung(
     result = search(losses=losses)
     at_the_winner_s = result.annealed.loc[result.annealed["trial"] == result.winner, "n_tokens"].max()
     assert at_the_winner_s == (4000 if diverges else 8000)
-    assert (
-        len([note for note in result.notes if "4,608" in note and "9,472" in note]) == diverges
-    )  # with their cooldowns
+    # with their cooldowns
+    assert len([note for note in result.notes if "4,608" in note and "9,472" in note]) == diverges
     assert result.finalists is not None
     assert (result.finalists.verdict == "not known") == diverges
 

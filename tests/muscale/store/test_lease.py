@@ -26,9 +26,8 @@ from muscale.store.storage import SqliteStorage
 @pytest.mark.skipif(sys.platform != "linux", reason="as Linux tells when a process began")
 def test_a_clock_that_is_set_ends_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, boot = f"{leases._me()}/aa", psutil.boot_time()
-    monkeypatch.setattr(
-        "psutil._pslinux.boot_time", lambda: boot + 3600.0
-    )  # what moves in /proc/stat as the clock is set
+    # what moves in /proc/stat as the clock is set
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot + 3600.0)
     assert not leases.is_dead(owner)
     assert leases.is_dead(f"{owner.rsplit('/', 2)[0]}/0.00/aa"), "another process that had its id"
 

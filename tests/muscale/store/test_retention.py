@@ -129,10 +129,11 @@ def test_a_sweep_that_runs_keeps_all_its_rungs_and_a_worker_the_end_of_each_stem
     ledger.insert(trials, sweep="other", number=0, config={}, until=0)
     add(ledger, "other")
     ledger.insert(rungs, sweep="other", trial=0, rung=0, tokens=1, segment="other", loss=1.0, seconds=1.0)
+    # of a transfer check, say, whose branch trains for more than an hour
     for key, tokens in (
         ("short", 1),
         ("long", 2),
-    ):  # of a transfer check, say, whose branch trains for more than an hour
+    ):
         add(ledger, key, line="stem", tokens=tokens)
     with leases.lease(ledger, leases.sweep_lease("s")):
         assert prune(ledger, top_k=0, dry_run=True).kept == {

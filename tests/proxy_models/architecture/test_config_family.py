@@ -197,11 +197,12 @@ def test_constants_are_those_of_the_member_s_own_width(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "args", "rule"),
     [
+        # its initial values are neither normal nor constant
         (
             "MambaConfig",
             {},
             "A_log of shape .* is none of embedding",
-        ),  # its initial values are neither normal nor constant
+        ),
         ("BertConfig", {}, "cls.predictions.bias of shape .* is none of embedding"),
         ("ViTConfig", {}, "must be the configuration of a causal language model, got 'transformers:ViTConfig'"),
     ],

@@ -62,9 +62,8 @@ def test_one_draw_is_the_fit_of_its_losses(planted: Law) -> None:
     forecast, flops = fitted.forecast(1e9, 2e10), float(compute_flops(1e9, 2e10))
     size_error = math.log(fitted.best_law.allocate(flops).n_params / planted.allocate(flops).n_params)
     assert found.trials["size_error"][0] == pytest.approx(size_error, rel=1e-4)
-    assert found.trials["loss"][0] == pytest.approx(
-        forecast.loss, rel=1e-8
-    )  # the losses agree to rounding, the fits to their tolerance
+    # the losses agree to rounding, the fits to their tolerance
+    assert found.trials["loss"][0] == pytest.approx(forecast.loss, rel=1e-8)
     assert found.trials["error"][0] == pytest.approx(math.log(forecast.loss / planted.loss(1e9, 2e10)), rel=1e-6)
     assert found.trials["width"][0] == pytest.approx((forecast.high - forecast.low) / forecast.loss, rel=1e-4)
 

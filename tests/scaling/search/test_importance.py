@@ -57,9 +57,8 @@ def test_intervals_cover_the_planted_shares(found: list[Importance]) -> None:
     truth = planted_shares()[["rate", "init", "decay", "activation"]]
     tables = [one.table.loc[truth.index] for one in found]
     inside = [(table["low"] <= truth) & (truth <= table["high"]) for table in tables]
-    assert (
-        0.78 <= np.mean(inside) <= 0.97
-    )  # 160 at 90 %; a bootstrap of 80 trials with 14 coefficients is a little short
+    # 160 at 90 %; a bootstrap of 80 trials with 14 coefficients is a little short
+    assert 0.78 <= np.mean(inside) <= 0.97
 
 
 def test_an_irrelevant_hyperparameter_is_not_significant(found: list[Importance]) -> None:
@@ -89,12 +88,13 @@ def test_a_wall_dominates_the_whole_variance_and_not_the_good_region() -> None:
     assert plain.table.loc["rate", "share"] < 0.1
     assert near.table.loc["rate", "share"] > 3 * plain.table.loc["rate", "share"]
     assert plain.significant == ["decay"]
+    # the wall is real, and no longer all there is
     assert set(near.significant) == {
         "decay",
         "rate",
         "init",
         "activation",
-    }  # the wall is real, and no longer all there is
+    }
 
 
 def test_beyond_the_best_half_a_loss_counts_by_what_a_hyperbola_leaves_of_it() -> None:

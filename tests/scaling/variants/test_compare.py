@@ -297,9 +297,8 @@ def test_a_column_that_splits_the_runs_of_a_size_is_refused() -> None:
         compare_variants(halves, "baseline")
     assert compare_variants(halves[halves["corpus"] == "web"], "baseline").verdict("a") != "reject"
     runs["run"] = [f"run {i}" for i in range(len(runs))]
-    assert (
-        compare_variants(runs.drop(columns="seed"), "baseline").verdict("a") != "reject"
-    )  # names of runs do not split
+    # names of runs do not split
+    assert compare_variants(runs.drop(columns="seed"), "baseline").verdict("a") != "reject"
 
 
 @pytest.mark.parametrize("last", [0.49, 0.475])

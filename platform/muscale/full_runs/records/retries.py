@@ -149,9 +149,8 @@ def train_with_retries(attempt: Callable[[], T], directory: Path, *, max_failure
             cause = f"{text}; the run's records are in {directory}"
             if not is_retryable(error, history):
                 raise StageError(f"promote: another attempt would fail in the same way: {cause}") from error
-            if (
-                count > max_failures and not (directory / OBEYED).exists()
-            ):  # then the next attempt ends as one that was asked to
+            # then the next attempt ends as one that was asked to
+            if count > max_failures and not (directory / OBEYED).exists():
                 raise StageError(
                     f"promote: failed {count} times, promote.max_failures = {max_failures}: {cause}"
                 ) from error

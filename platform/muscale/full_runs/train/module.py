@@ -272,9 +272,8 @@ class FullRunModule(L.LightningModule):
         whole = batch // run.numerics.model.context_length
         number = run.n_steps(before)
         rate_factor = segment.rate_factor(before) * self.interventions.rewarmth(before, batch)
-        if self._stream.stage_begins(
-            run.position + self.tokens, before + batch - self.tokens
-        ):  # also in what is left out
+        # also in what is left out
+        if self._stream.stage_begins(run.position + self.tokens, before + batch - self.tokens):
             self._stepper.forget()
         self._profile.before(number)
         loss, norm = self._stepper.step(sequences, number=number, tokens=position, rate_factor=rate_factor, of=whole)

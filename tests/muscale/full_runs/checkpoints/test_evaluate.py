@@ -160,9 +160,8 @@ def test_a_checkpoint_runs_no_program(copied: Path, tmp_path: Path) -> None:
     assert not proof.exists()
 
     metadata = pickle.loads(kept)
-    metadata.state_dict_metadata["model.embedding.weight"] = (
-        BytesStorageMetadata()
-    )  # which torch would unpickle in full
+    # which torch would unpickle in full
+    metadata.state_dict_metadata["model.embedding.weight"] = BytesStorageMetadata()
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     hold_anew(path)
     with pytest.raises(StageError, match="embedding.weight"):
