@@ -24,7 +24,7 @@ check: $(INSTALLED)
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak --timeout 1800 -o faulthandler_timeout=900
 
-# Five families, each from `muscale run` to a promoted run on two ranks; half an hour on two cores, and the same again goes on.
+# Five families, each from `muscale run` to a promoted run on two ranks; half an hour on two cores; run again, it continues.
 families: $(INSTALLED)
 	$(BIN)/python tests/benchmarks/families.py
 

@@ -1,6 +1,6 @@
 """Transferability: how a tuned hyperparameter is carried to a larger model or a longer run.
 
-The classes follow the project's rule table. The parametrization carries values at the base shape across width and depth; it does not
+The classes follow the sources below. The parametrization carries values at the base shape across width and depth; it does not
 cover the training horizon, the batch and regularization.
 
 Sources, by arXiv id: 2203.03466 Tensor Programs V; 2505.01618 CompleteP; 2512.22382 Complete(d)P; 2407.05872 Everett et

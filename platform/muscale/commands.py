@@ -23,7 +23,7 @@ _OF_STUDIES = (
     "bundle|check|compare|continue|data check|data clean|evaluate|fit|gallery|gc|ladder|plan|promote|report|run|runs|sweep|sync"
     "|transfer|ui|watch"
 )
-"""Commands whose first argument is the study file."""
+"""Commands that messages name, whose first argument is the study file."""
 _NAMED = rf"muscale ({_OF_STUDIES})((?: -[^`<\n]*)?)"  # a command with an argument is complete
 _IN_TEXT = re.compile(f"(?:(?<=`)|(?<= it: )){_NAMED}(?=`|$)", re.MULTILINE)  # "settle it: muscale …" ends a line
 _IN_MARKUP = re.compile(f"<code>{_NAMED}</code>")

@@ -399,7 +399,9 @@ class Study(Result):
         return self._stages.fit()
 
     def plan(self, *, compute_flops: float | None = None) -> Plan:
-        """Plan the full run for the budget, with its registered forecast if there is one; write nothing.
+        """Plan the full run for the budget, with its registered forecast if there is one; register nothing and write no plan file.
+
+        Stages that are not finished are trained first.
 
         Args:
             compute_flops: Budget that replaces the study file's.

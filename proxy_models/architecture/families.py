@@ -224,5 +224,5 @@ class ModelFamily(Generic[M]):
         return cast(M, family_of(self.base).member_for(n_params, self.base.n_layers if depth is None else depth))
 
     def between(self, least: float, most: float) -> list[M]:
-        """Return members of the base's depth with about so many parameters, as many as the loss tells apart, the smallest first."""
+        """Return members of the base's depth in this range of parameters, ascending, so far apart that their losses differ."""
         return cast(list[M], family_of(self.base).between(least, most, self.base.n_layers))

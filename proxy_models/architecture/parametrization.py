@@ -60,9 +60,10 @@ a = .75 and sixteen times the depth, tau would double. "sublayer_gain" has sqrt(
 when decay and updates are in balance, the largest singular value of a matrix is observed to grow as sqrt(rate / decay)·width^.75,
 and with a rate of 1/m this rule keeps the matrix's gain constant (Fan et al., arXiv 2510.15262, for AdamW).
 
-The table above is for AdamW. Another optimizer changes only the rate of a hidden matrix, whose width factor becomes
-m^-x, and the decay, m^x, so that their product stays; `RATE_EXPONENT` has the x. All optimizers have the same aim: an
-update whose largest singular value does not depend on width (Yang, Simon and Bernstein, arXiv 2310.17813).
+The table above is for AdamW. Another optimizer changes only the rate of a hidden matrix or a router, whose width factor
+becomes m^-x, and the decay, m^x, so that their product stays; `RATE_EXPONENT` and `_ROUTER_RATE_EXPONENT` have the x. All
+optimizers have the same aim: an update whose largest singular value does not depend on width (Yang, Simon and Bernstein, arXiv
+2310.17813).
 
 LAMB's step is the rate times the ratio of norms times Adam's direction plus decay · weight. Of tensors that start at random values,
 only hidden matrices have a root mean square, and so a ratio, that depends on the width: m^-1/2. With it, the rate m^-1/2 makes Adam's
@@ -309,7 +310,7 @@ def tensor_rule(
     optimizer: OptimizerName,
     decay_scaling: DecayScaling,
 ) -> TensorRule:
-    """Return the rule of one parameter: a row of the table above, with the optimizer's exponent."""
+    """Return the rule of one parameter: a row of the module docstring's table, with the optimizer's exponent."""
     m, tensor_class = shape.width_mult, shape.tensor_class
     in_block, is_matrix = tensor_class in _IN_BLOCK, tensor_class in MATRICES
     base_fan_in = shape.fan_in / m if scheme == "mup" else shape.fan_in

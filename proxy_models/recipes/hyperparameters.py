@@ -58,8 +58,9 @@ class Hyperparameters(Serializable):
         step_factor: Factor on the rate at each of `milestones`.
         cycles: Number of equal cycles of "cosine_cycles"; each warms up.
         optimizer: Any optimizer that the parametrization has rules for.
-        beta1: Decay of the first moment of Adam, AdamW, LAMB and SOAP, also of the AdamW next to Muon, and of Lion.
-        beta2: Decay of their second moment.
+        beta1: Decay of the first moment of Adam, AdamW, LAMB and SOAP, also of the AdamW next to Muon. Lion's update is the sign of
+            beta1 · momentum + (1 - beta1) · gradient.
+        beta2: Decay of their second moment, and of Lion's momentum.
         eps: Term of their denominator; Lion and Adafactor have none.
         clip_norm: Global gradient norm above which gradients are scaled down.
         embedding_multiplier: Factor on the embedding's forward multiplier.

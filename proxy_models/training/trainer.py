@@ -146,7 +146,7 @@ class Trainer:
         self._validate(numerics, segment, state, begins)
         compiled = compilation.decide(self._compile, segment.end - segment.start, self.device.type)
         generators = () if self.device == CPU else (self.device,)
-        with torch.random.fork_rng(devices=generators):  # the caller's random numbers are not ours
+        with torch.random.fork_rng(devices=generators):  # leave the caller's generator untouched
             warm = self._warm.get(numerics.model, compiled=compiled, precision=numerics.precision)
             stepper = self._prepare(warm, numerics, segment, state)
             weights = warm.family.stored(warm.module).values()

@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 MOST_LOST = 3
-"""Processes that a training may lose without progress; what it had finished is in the ledger (assumed)."""
+"""Processes lost without progress at which a training fails; what it had finished is in the ledger (assumed)."""
 MOST_FAILED = 2
-"""Attempts of a training that raises: the second tells a fault of its configuration from one of the moment (assumed)."""
+"""Errors without progress at which it fails: the second tells a fault of its configuration from one of the moment (assumed)."""
 
 
 class Attempts:

@@ -23,7 +23,7 @@ from muscale.actors.trainable import PROBLEM, WHY, problem_of
 from muscale.actors.work import LOSS, Next, TuneJob, Work
 
 MODE = "min"
-_STARTS = 3  # that may fail one after the other
+_STARTS = 3  # consecutive failed starts at which the sweep ends
 _OVERDUE_SECONDS = 30.0
 """Time without a process after which a trial gets the next free one, although another job would be due: its own may find no
 room on the cluster. Longer than a process takes to start (3 to 5 s on a quiet machine), which would be for nothing (assumed)."""

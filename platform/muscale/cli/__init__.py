@@ -1,4 +1,4 @@
-"""The command line: each command parses, calls one method of `Study`, and prints its result.
+"""The command line: each command parses, calls one method, in most cases of `Study`, and prints its result.
 
 Exit codes are in `muscale.cli.application`. Nothing heavy is imported before a command runs.
 """

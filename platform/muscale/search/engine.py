@@ -23,7 +23,7 @@ from muscale.search.sweep_jobs import AnnealJob, TrialSegment
 from search_spaces import Config, SpaceError
 
 MOST_ALONE = 3
-"""Failed jobs from which, while no job of a run has ended, the set-up is blamed and the jobs are left for the next run (assumed)."""
+"""If this many jobs fail before one succeeds, the set-up is blamed, and the jobs are left for the next run (assumed)."""
 
 
 class Engine:

@@ -56,7 +56,7 @@ def make_searcher(
     prior_runs: Callable[[], pd.DataFrame],
     loss_unit: str = NATS,
 ) -> Searcher:
-    """The searcher of a round, for a proxy of N parameters and trials of so many tokens at the last rung.
+    """The searcher of a round, for a proxy of N parameters and trials that train `n_tokens` up to the last rung.
 
     `prior_runs` gives the runs at other scales where they are asked for.
     """

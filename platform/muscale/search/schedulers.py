@@ -80,7 +80,7 @@ class Asha(PreferenceScheduler):
 
 
 def _next_of(record: Record, rung: int, n: int) -> int | None:
-    """Return the best waiting trial among the first n of a rung, or None; cancelled trials are not counted."""
+    """Return the best waiting trial among the first n of a rung, or None; a cancelled trial keeps its place, and never advances."""
     for _, trial in record.waiting(rung)[:1]:
         if record.place(trial, rung) < n:
             return trial

@@ -32,7 +32,7 @@ MAX_ATTEMPTS = 100
 """Suggestions that may break a constraint, which these samplers do not know, before a random draw that satisfies all is used."""
 _STRIDE = 2**16  # distance between the points of a sequence that are tried for one trial
 START_UP = 10
-"""Finished trials before Optuna's samplers use results (their default); priors, which they can't use, draw these trials."""
+"""Trials with a result before Optuna's samplers use results (their default); priors, which they can't use, draw these trials."""
 SIGMA = 0.3
 """Initial standard deviation of CMA-ES, as a share of the unit cube's edge (assumed)."""
 

@@ -86,7 +86,7 @@ class SweepResult(Result):
     def importance(self) -> Importance:
         """Importance of each hyperparameter for the loss at the last rung, from every trial, stopped ones corrected to that rung.
 
-        What a condition left out of a trial lies in the middle there, so its importance comes from the trials that have it.
+        A hyperparameter that is inactive in a trial is placed in the middle, so its importance comes from the trials that have it.
 
         Raises:
             StageError: If the trials are too few, or none of their values differ.

@@ -64,7 +64,7 @@ class PromoteSettings(StrictTable):
     # whichever comes first; none: not by time if tokens are given
     checkpoint_every_minutes: PositiveFloat | None = None
     keep_last: PositiveInt = 2  # checkpoints
-    keep_every_tokens: PositiveInt | None = None  # also keep one checkpoint for each so many tokens, forever
+    keep_every_tokens: PositiveInt | None = None  # also keep, forever, one checkpoint every this many tokens
     evaluate_every_tokens: PositiveInt | None = None  # for "sync"; none: derived from the run
     # "sync" pauses training; "async" evaluates each newest checkpoint in a Ray task, by [scores] too
     evaluation: Literal["sync", "async"] = "sync"

@@ -43,7 +43,7 @@ class CheckSettings(StrictTable):
 
 
 class LadderSettings(StrictTable):
-    """[ladder]: the runs to which the law is fitted."""
+    """[ladder]: runs of several sizes and lengths for the law."""
 
     stems: tuple[Stem, ...] = Field(min_length=1)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)  # of weights and data order; every stem runs with each

@@ -179,7 +179,7 @@ class Checkpoints(CheckpointFolder):
 def _by_name(moments: dict[str, Any]) -> dict[str, Any]:
     """The part of an optimizer's state that a checkpoint keeps: by parameter name, without the groups.
 
-    The recipe determines the groups, and a stage of a pipeline has other groups than the next under the same numbers.
+    The recipe determines the groups, and two stages of a pipeline number different groups alike.
     """
     return {"state": moments["state"]}
 

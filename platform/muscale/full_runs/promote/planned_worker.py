@@ -62,7 +62,7 @@ def _host_memory() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedWorker:
-    """A worker of a plan, representing all, which are alike; `config` is the study's, with the resources for the promotion."""
+    """One worker of a plan, standing for all, which are alike; `config` is the study's, with the resources for the promotion."""
 
     plan: Plan
     config: StudyConfig
