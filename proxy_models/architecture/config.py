@@ -74,7 +74,8 @@ class ModelConfig(Member):
             out like that of `rope_theta`.
         n_experts: Number of MLPs in a block of which a router chooses some for each token (Shazeer et al., arXiv 1701.06538); None:
             one MLP for all tokens. The defaults of this and all later fields are left out like that of `rope_theta`.
-        experts_per_token: Number of experts that a token passes; no token is dropped.
+        experts_per_token: Number of experts that a token passes, at least 2: the gate of a single expert is constant, so the router
+            would learn nothing. No token is dropped.
         expert_ratio: Hidden width of an expert over `d_model`; None: `mlp_ratio`. `granularity` is mlp_ratio / expert_ratio
             (Krajewski et al., arXiv 2402.07871, section 3).
         n_shared_experts: Experts that every token passes in addition (Dai et al., arXiv 2401.06066, section 3.2), computed as one MLP.
@@ -180,9 +181,10 @@ class ModelConfig(Member):
                         f"{field.name} is a setting of a mixture: without n_experts it would ignore {value!r}"
                     )
             return
-        if not 1 <= self.experts_per_token <= self.n_experts:
+        if not 2 <= self.experts_per_token <= self.n_experts:
             raise ValueError(
-                f"experts_per_token must lie in 1 to n_experts={self.n_experts}, got {self.experts_per_token}"
+                f"experts_per_token must lie in 2 to n_experts={self.n_experts} (the gate of one expert would be 1 at any score, "
+                f"so its router would learn nothing), got {self.experts_per_token}"
             )
         if not 0 <= self.first_dense_layers < self.n_layers:
             raise ValueError(f"first_dense_layers must lie in 0 to {self.n_layers - 1}, got {self.first_dense_layers}")

@@ -34,10 +34,15 @@ def has_experts(config: Any) -> bool:
 
 
 def require_chosen(config: Any) -> None:
-    """Require that a token passes at least one expert and at most all of them; raise FamilyError otherwise."""
+    """Require that a token passes some experts, at most all, whose gates depend on the router; raise FamilyError otherwise."""
     per_token, n_experts = config.num_experts_per_tok, config.num_experts
-    if not 1 <= per_token <= n_experts:
-        raise FamilyError(f"num_experts_per_tok must lie in 1 to the number of experts, {n_experts}, got {per_token}")
+    least = (
+        2 if getattr(config, "norm_topk_prob", True) else 1
+    )  # the gate of a single expert, divided by itself, is constant
+    if not least <= per_token <= n_experts:
+        raise FamilyError(
+            f"num_experts_per_tok must lie in {least} to the number of experts, {n_experts}, got {per_token}"
+        )
 
 
 def units_of_rows(config: Any) -> list[Fraction]:

@@ -336,7 +336,12 @@ class _Case:
             )
         if self.limits.memory:
             yield from (f"memory of {limit}" for limit in self.limits.memory)
-            yield "memory holds every parameter, also those that N may not count"
+            stated = all(hasattr(size, "n_params_total") for size in self.limits.sizes or (None,))
+            yield (
+                "memory holds every parameter, also those that N may not count"
+                if stated
+                else "memory counts N times the sparsity, without tables that N leaves out: give sizes with n_params_total"
+            )
         if SPARSITY in spending.form.columns:
             yield "N counts the parameters that a token uses; experts that it does not use cost memory but no compute"
         if self.forecast:

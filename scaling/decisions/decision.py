@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 
 from scaling.decisions.accelerators import Accelerator, Budget, accelerator
+from scaling.decisions.limits import total_params_of
 from scaling.fits.forecast import Forecast
 from scaling.forms.law import Law, compute_flops
 from scaling.forms.spending import FLOPS_PER_PARAM_SERVED
@@ -70,8 +71,8 @@ class Decision(Result):
 
     @property
     def n_params_total(self) -> float:
-        """Parameters with all experts: sparsity · N."""
-        return self.n_params * (self.sparsity or 1.0)
+        """Parameters with all experts: those that the size states, tables included, or sparsity · N."""
+        return total_params_of(self.config, self.n_params, self.sparsity)
 
     @property
     def epochs(self) -> float | None:

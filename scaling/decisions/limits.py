@@ -97,7 +97,8 @@ class Limits:
         memory: limits that the model must fit into, with all experts.
         max_sparsity: most total over active parameters, for a law of experts.
         sizes: allowed N: numbers, or configurations with the attribute `n_params` (counted as the fit counts) and, for a law of
-            experts, `sparsity`, total over active parameters. The sparsity is decided if no size states it.
+            experts, `sparsity`, total over active parameters. The sparsity is decided if no size states it. Memory holds the
+            `n_params_total` of a size that states it, tables included; otherwise N times the sparsity.
         deadline: limit of the training alone, without serving: `Budget.of_days`.
 
     Raises:
@@ -178,13 +179,16 @@ class Limits:
         """N and sparsity of the sizes within the limits, [M, 2], in ascending order of N and then descending of sparsity."""
         if self.sizes is None:
             return None
-        sizes = [n_params_of(size) for size in self.sizes]
-        shapes = {*zip(sizes, sparsities or [least] * len(sizes), strict=True)}
+        sizes = tuple(self.sizes)
+        totals = {
+            (n_params := n_params_of(size), sparsity): total_params_of(size, n_params, sparsity)
+            for size, sparsity in zip(sizes, sparsities or [least] * len(sizes), strict=True)
+        }
         sparsest = self.max_sparsity or math.inf
-        if not (fitting := [(n, s) for n, s in shapes if n * s <= most and s <= sparsest]):
+        if not (fitting := [shape for shape, total in totals.items() if total <= most and shape[1] <= sparsest]):
             raise ScalingError(
                 f"sizes must have at most {most:.4g} parameters in memory and a sparsity of at most {sparsest:.4g}, got "
-                + ", ".join(f"{n:.4g} parameters × {s:.4g}" for n, s in sorted(shapes))
+                + ", ".join(f"{total:.4g} parameters (sparsity {s:.4g})" for (_, s), total in sorted(totals.items()))
             )
         return np.array(sorted(fitting, key=lambda shape: (shape[0], -shape[1])))
 
@@ -226,6 +230,12 @@ class Limits:
 def n_params_of(size: Any) -> float:
     """Return N of a size: its `n_params`, or the number itself."""
     return as_number("sizes", getattr(size, "n_params", size))
+
+
+def total_params_of(size: Any, n_params: float, sparsity: float | None) -> float:
+    """Return the parameters that a size holds in memory: its `n_params_total`, or N times the sparsity."""
+    stated = getattr(size, "n_params_total", None)
+    return n_params * (sparsity or 1.0) if stated is None else as_number("n_params_total", stated)
 
 
 def _sparsity(size: Any) -> float | None:

@@ -6,7 +6,7 @@ Decoders of depth 2 with heads of 16 (bytes, context 128) are trained on the sta
 seven rates .75 octaves apart; the base has width 16 and 8 experts, of which a token passes 2. The axes:
 
 - width: 16 to 128.
-- experts: 4 to 32 at width 32, of which a token passes a quarter.
+- experts: 8 to 64 at width 32, of which a token passes a quarter.
 - granularity: experts of a half and a quarter of the size, with 2 and 4 times as many of them and as many passed, at width 32.
 - sparsity: 8 to 32 experts at width 32, of which a token passes 2.
 
@@ -50,7 +50,7 @@ def _mixture(n_experts: int, per_token: int, ratio: float = 1.0) -> ModelConfig:
 
 AXES: dict[str, dict[int, ModelConfig]] = {
     "width": {width: replace(BASE, d_model=width) for width in (16, 32, 64, 128)},
-    "experts": {n: _mixture(n, n // 4) for n in (4, 8, 16, 32)},
+    "experts": {n: _mixture(n, n // 4) for n in (8, 16, 32, 64)},
     "granularity": {g: _mixture(8 * g, 2 * g, 1 / g) for g in (1, 2, 4)},
     "sparsity": {n // 2: _mixture(n, 2) for n in (8, 16, 32)},
 }

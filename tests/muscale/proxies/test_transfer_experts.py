@@ -25,7 +25,7 @@ MakeStudy = Callable[..., Path]
 MIXTURE = ["model.n_experts=8", "model.experts_per_token=2", "model.expert_ratio=1.0", "model.mlp_ratio=2.0"]
 AXES = [
     *MIXTURE,
-    "transfer.experts=[4, 8, 16]",
+    "transfer.experts=[8, 16, 32]",
     "transfer.granularities=[2, 4]",
     "transfer.sparsities=[4, 8, 16]",
     "transfer.horizons=[1.0]",
@@ -39,9 +39,9 @@ def test_each_axis_has_its_grid_and_shares_the_base_s_runs(make_study: MakeStudy
         (m.along, m.size): as_decoder(m.job.chain.numerics.model) for m in members if m.along not in ("width", "batch")
     }
     assert {key: (model.n_experts, model.experts_per_token, model.expert_ratio) for key, model in found.items()} == {
-        ("experts", 4): (4, 1, 1.0),
         ("experts", 8): (8, 2, 1.0),
         ("experts", 16): (16, 4, 1.0),
+        ("experts", 32): (32, 8, 1.0),
         ("granularity", 2): (8, 2, 1.0),
         ("granularity", 4): (16, 4, 0.5),
         ("sparsity", 4): (8, 2, 1.0),
@@ -68,7 +68,8 @@ def test_a_study_without_these_axes_has_the_grids_it_had(make_study: MakeStudy) 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (["transfer.experts=[4, 8]"], "transfer.experts"),
+        ([*MIXTURE, "transfer.experts=[4, 8]"], "transfer.experts"),  # 4 would pass one, whose gate is constant
+        (["transfer.experts=[8, 16]"], "transfer.experts"),
         ([*MIXTURE, "transfer.experts=[8]"], "transfer.experts"),
         ([*MIXTURE, "transfer.experts=[8, 8]"], "transfer.experts"),
         ([*MIXTURE, "transfer.experts=[8, 10]"], "transfer.experts"),
@@ -114,9 +115,9 @@ def planned(config: StudyConfig, verdict: Verdict) -> Plan:
             False,
         ),
         ({"n_experts": 16, "experts_per_token": 4}, {"experts": -0.6}, True),  # by its law
-        ({"n_experts": 64, "experts_per_token": 16}, {"experts": -0.6}, False),  # beyond its law
+        ({"n_experts": 128, "experts_per_token": 32}, {"experts": -0.6}, False),  # beyond its law
         ({"n_experts": 16}, {"experts": -0.6}, True),
-        ({"n_experts": 64, "experts_per_token": 16, "learning_rate": 0.01}, {"experts": -0.6}, True),
+        ({"n_experts": 128, "experts_per_token": 32, "learning_rate": 0.01}, {"experts": -0.6}, True),
     ],
 )
 def test_a_run_with_other_experts_needs_the_verdict_of_each_axis_or_its_law(

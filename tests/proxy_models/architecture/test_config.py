@@ -42,10 +42,10 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     chance = st.sampled_from([0.0, 0.3])
     n_layers = draw(st.integers(1, 3))
     experts: dict[str, Any] = {}
-    if n_experts := draw(st.sampled_from([None, 1, 4])):
+    if n_experts := draw(st.sampled_from([None, 2, 4])):
         experts = {
             "n_experts": n_experts,
-            "experts_per_token": draw(st.integers(1, n_experts)),
+            "experts_per_token": draw(st.integers(2, n_experts)),
             "expert_ratio": draw(st.sampled_from([1.0, 2.0])),
             "n_shared_experts": draw(st.integers(0, 2)),
             "first_dense_layers": draw(st.integers(0, n_layers - 1)),

@@ -155,7 +155,8 @@ def test_a_pass_is_traced_in_fp32(each: ConfigFamily) -> None:
     ("name", "args", "key"),
     [
         ("Qwen3MoeConfig", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
-        ("MixtralConfig", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ("MixtralConfig", {"num_experts_per_tok": 1}, "num_experts_per_tok"),  # gates sum to 1: it would be constant
+        ("Qwen3MoeConfig", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok"),
     ],
 )
 def test_a_number_of_experts_that_no_token_can_pass_is_refused(name: str, args: dict[str, Any], key: str) -> None:

@@ -184,10 +184,10 @@ def with_config(model: Decoder, config: ModelConfig) -> Decoder:
 
 @pytest.mark.parametrize(("scheme", "falls"), [("fan_in", True), ("mean_field", False), ("sqrt_gate", False)])
 def test_schemes_differ_in_what_finer_experts_do_to_the_first_output(scheme: ExpertScheme, falls: bool) -> None:
-    base = replace(CONFIG, expert_ratio=2.0, n_experts=4, experts_per_token=1, expert_scheme=scheme, d_model=128)
+    base = replace(CONFIG, expert_ratio=2.0, n_experts=8, experts_per_token=2, expert_scheme=scheme, d_model=128)
     sizes = []
     for granularity in (1, 4, 8):
-        fine = replace(base, expert_ratio=2.0 / granularity, n_experts=4 * granularity, experts_per_token=granularity)
+        fine = base.along("granularity", granularity * base.granularity)
         model = Decoder(fine)
         initialize(model, parametrize(fine, base), RECIPE, seed=0)
         module = cast(RoutedMLP, cast(Any, model.blocks[0]).mlp)
@@ -258,7 +258,7 @@ def test_weights_without_the_state_of_a_router_are_refused() -> None:
     ("change", "names"),
     [
         ({"experts_per_token": 7}, ["experts_per_token", "6", "7"]),
-        ({"experts_per_token": 0}, ["experts_per_token", "0"]),
+        ({"experts_per_token": 1}, ["experts_per_token", "1"]),
         ({"expert_ratio": 0.375}, ["expert_ratio", "8", "12"]),
         ({"expert_ratio": -1.0}, ["expert_ratio", "-32"]),
         ({"head_dim": 4, "d_model": 36, "mlp_ratio": 2.0}, ["d_model", "8", "36"]),

@@ -278,8 +278,20 @@ def test_a_memory_that_is_large_enough_changes_nothing() -> None:
     large = decide(HOFFMANN, 1e21, limits=Limits(memory=[MemoryLimit.serving("A100 40GB")]))
     assert not large.limits
     assert large.n_params == pytest.approx(decide(HOFFMANN, 1e21).n_params, rel=1e-6)
-    assert "memory holds every parameter, also those that N may not count" in large.assumptions
     assert not any("memory" in assumption for assumption in decide(HOFFMANN, 1e21).assumptions)
+
+
+def test_memory_holds_the_tables_of_a_size_that_states_them() -> None:
+    @dataclass(frozen=True)
+    class Size:
+        n_params: float
+        n_params_total: float
+
+    slim, heavy = Size(1e9, 1.1e9), Size(2e9, 9e9)
+    limits = Limits(sizes=[slim, heavy], memory=[MemoryLimit(what="serving", memory_bytes=4e9, bytes_per_param=1.0)])
+    found = decide(HOFFMANN, 1e22, limits=limits)
+    assert decide(HOFFMANN, 1e22, limits=Limits(sizes=[slim, heavy])).config is heavy
+    assert (found.config, found.n_params_total) == (slim, 1.1e9)
 
 
 def test_on_other_devices_the_old_price_is_not_shown(fitted: ScalingFit) -> None:
