@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import mul
 from typing import Any
 
 from proxy_models.architecture.config import ModelConfig
@@ -195,11 +196,11 @@ class StageRank:
         """
         part = self.part
         moments = self._moments(micro_batch, checkpointing, compiled=compiled, again=again, share=share)
-        peak = max(moments, key=sum)
+        gradients, peak = max(moments, key=lambda moment: moment[0] + sum(moment[1]))
         return MemoryEstimate(
             parameters=FP32 * (part.n_params // share),
             gathered=peak.gathered,
-            gradients=FP32 * part.n_params,
+            gradients=gradients,
             optimizer=FP32 * part.n_moments(optimizer, share, n_owners),
             reduced=peak.reduced,
             activations=peak.activations + self.received,
@@ -230,8 +231,8 @@ class StageRank:
 
     def _moments(
         self, micro_batch: int, checkpointing: Checkpointing, *, compiled: bool, again: bool, share: int
-    ) -> list[Moment]:
-        """Return the moments of a step that may be its peak, without the buffers of `received`."""
+    ) -> list[tuple[int, Moment]]:
+        """Return the moments of a step that may be its peak, with the bytes of gradients, without the buffers of `received`."""
         part, number = self.part, self.pipeline.micro_batches(micro_batch)
         size = self.pipeline.sequences // number
         n_positions, stream = size * part.own_positions, size * self._stream
@@ -245,34 +246,47 @@ class StageRank:
             receives = not (part.has_embedding and stage == 0)  # its input, a buffer, is the first that its block keeps
             of_head = n_positions * part.kept_by_head(n_positions) if part.has_readout and stage == last else stream
             of_stages.append(n_positions * of_blocks + of_head - receives * stream)
-        counts = in_flight(self.pipeline.schedule, self.rank, self.pipeline.ranks, number)
-        in_all = part.bias_bytes + max(
-            sum(n * of_stage for n, of_stage in zip(count, of_stages, strict=True)) for count in counts
-        )
-        in_all = int(KEPT_APART.get(self.pipeline.schedule, 1.0) * in_all)
         whole, block = part.compute * part.n_params, part.compute * part.block
         n_dense, n_sparse = min(self.blocks, key=sum)
         dense = part.compute * part.dense.block if part.dense else block
         bytes_of_blocks = [dense] * n_dense + [block] * n_sparse
         gathered = whole - again * sum(bytes_of_blocks[:-2])  # after a stage's forward pass
         late = part.compute * part.largest_matrix  # gradient of the MLP's last matrix
-        moments = [
-            Moment(gathered, late, in_all + in_block),
-            Moment(gathered, block, in_all - kept + stream),
-            Moment(whole, late, in_all + in_block - again * (max(n_blocks) - 1) * kept),
-            # At the end of a step FSDP2 copies gradients into a buffer for their reduction.
-            Moment(whole - part.compute * self.largest_unit, FP32 * self.largest_unit, part.bias_bytes),
-        ]
-        if again:  # the second block of a stage arrives, while the first block's buffer stays
-            arriving = part.n_params - part.n_last * part.block + 3 * part.block + part.put_together(share)
-            moments.append(Moment(part.compute * arriving, 0, in_all - kept))
-        if part.has_readout:
-            forward, backward = part.in_loss(n_positions)
-            moments += [
-                Moment(gathered, 0, in_all + forward),
-                Moment(gathered, FP32 * part.table, in_all + backward),
+        apart = KEPT_APART.get(self.pipeline.schedule, 1.0)
+        # At the end of a step FSDP2 copies gradients into a buffer for their reduction.
+        ending = Moment(whole - part.compute * self.largest_unit, FP32 * self.largest_unit, part.bias_bytes)
+        params = self._params_of_stages
+        in_time = in_flight(self.pipeline.schedule, self.rank, self.pipeline.ranks, number)
+        together = max(sum(map(mul, has_gradients, params)) for _, has_gradients in in_time)
+        moments = [(FP32 * together, ending)]
+        for in_stages, has_gradients in in_time:
+            in_all = int(apart * (part.bias_bytes + sum(map(mul, in_stages, of_stages))))
+            found = [
+                Moment(gathered, late, in_all + in_block),
+                Moment(gathered, block, in_all - kept + stream),
+                Moment(whole, late, in_all + in_block - again * (max(n_blocks) - 1) * kept),
             ]
+            if again:  # the second block of a stage arrives, while the first block's buffer stays
+                arriving = part.n_params - part.n_last * part.block + 3 * part.block + part.put_together(share)
+                found.append(Moment(part.compute * arriving, 0, in_all - kept))
+            if part.has_readout:
+                forward, backward = part.in_loss(n_positions)
+                found.append(Moment(gathered, 0, in_all + forward))
+                found.append(Moment(gathered, FP32 * part.table, in_all + backward))
+            gradients = FP32 * sum(map(mul, has_gradients, params))
+            moments += [(gradients, moment) for moment in found]
         return moments
+
+    @property
+    def _params_of_stages(self) -> list[int]:
+        """Parameters of each of the device's stages."""
+        part = self.part
+        dense = part.dense.block if part.dense else part.block
+        found = [n_dense * dense + n_sparse * part.block for n_dense, n_sparse in self.blocks]
+        if part.has_embedding:
+            found[0] += part.embedding + part.positions
+        found[-1] += part.n_params - sum(found)  # the readout and the last norm, if the device has them
+        return found
 
 
 def evaluation_memory(

@@ -104,6 +104,11 @@ class DecoderPart:
         return self._of_group("embedding")
 
     @property
+    def positions(self) -> int:
+        """Parameters of learned positions."""
+        return self._of_group("positions")
+
+    @property
     def tied(self) -> int:
         """Parameters of a readout that is the embedding too."""
         return self.table if self.config.tied else 0
@@ -205,7 +210,7 @@ class DecoderPart:
 
         The weights are sharded over `share` devices.
         """
-        positions, block = self._of_group("positions"), self.unit
+        positions, block = self.positions, self.unit
         apart, copied = self.block - block, self.put_together(share)
         arriving = max(2 * block, block + 2 * apart + copied) if apart else 2 * block + copied
         return Buffers(

@@ -56,7 +56,8 @@ class MemoryEstimate:
         gathered: Weights of two units at a time: a block and the next block, or the readout; a tied table and positions stay from
             the forward pass to the end of the backward pass. All weights under "none" and "zero2", since FSDP2 computes with a
             copy. On one device, the low-precision copies that the backward pass needs. In a pipeline, all weights of its stages.
-        gradients: Gradients that the device keeps; in a pipeline they are not sharded before the end of a step.
+        gradients: Gradients that the device keeps; in a pipeline they are not sharded before the end of a step, and a peak before the
+            first backward pass has none.
         optimizer: Moments that the device keeps.
         reduced: Gradients of whole units before reduction, and the fp32 buffer for the reduction.
         activations: Activations that blocks keep for the backward pass of one micro-batch, and the peak's temporary tensors. In a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.stage_layout import (
@@ -86,36 +87,57 @@ def has_last_stage(schedule: PipelineSchedule, rank: int, ranks: int) -> bool:
     return n_stages(schedule, ranks) - 1 in stages_of_rank(schedule, rank, ranks)
 
 
-@cache
-def in_flight(schedule: PipelineSchedule, rank: int, ranks: int, number: int) -> tuple[tuple[int, ...], ...]:
-    """Return how many of `number` micro-batches each stage of a rank keeps activations of, at the moments that may be the peak.
+class InFlight(NamedTuple):
+    """A moment of a rank: the micro-batches of which each stage keeps activations, and whether it has gradients of its weights."""
 
-    A micro-batch counts from the start of its forward pass to the end of its backward pass, the part for weights included. The
-    counts follow from the orders of torch.distributed.pipelining (torch 2.13), to which tests compare them.
+    kept: tuple[int, ...]
+    has_gradients: tuple[bool, ...]
+
+
+@cache
+def in_flight(schedule: PipelineSchedule, rank: int, ranks: int, number: int) -> tuple[InFlight, ...]:
+    """Return the moments of a step of `number` micro-batches that may be the peak of a rank's memory.
+
+    A micro-batch counts from the start of its forward pass to the end of its backward pass, the part for weights included. A stage
+    has whole gradients from the end of its first backward pass to that of its last; under `SPLIT_BACKWARD` they are taken to be there from the start.
+    The counts follow from the orders of torch.distributed.pipelining (torch 2.13), to which tests compare them.
     """
-    if schedule in ("gpipe", "looped_bfs"):
-        return ((number,) * len(stages_of_rank(schedule, rank, ranks)),)
-    if schedule == "1f1b":
-        return ((min(number, ranks - rank),),)
+    # All forward passes; all backward passes of the second stage, whose gradients are then reduced; those of the first stage.
+    if schedule == "looped_bfs":
+        return (
+            InFlight((number, number), (False, False)),
+            InFlight((number, number - 1), (False, True)),
+            InFlight((number - 1, 0), (True, False)),
+        )
+    if schedule in ("gpipe", "1f1b"):
+        most = number if schedule == "gpipe" else min(number, ranks - rank)
+        if most < number:
+            return (InFlight((most,), (True,)),)
+        return InFlight((most,), (False,)), InFlight((most - 1,), (True,))
     if schedule == "zero_bubble_v":
         first = 2 * ranks - rank
-        return (min(number, first), min(number, rank)), (min(number, first - 1), min(number, rank + 1))
+        counts = (min(number, first), min(number, rank)), (min(number, first - 1), min(number, rank + 1))
+        return tuple(InFlight(count, (True, True)) for count in counts)
     if schedule == "dualpipe_v":
-        return ((2 * ranks - rank, rank + 1),)
+        return (InFlight((2 * ranks - rank, rank + 1), (True, True)),)
     return _in_rounds(schedule, rank, ranks, number)
 
 
-def _in_rounds(schedule: PipelineSchedule, rank: int, ranks: int, number: int) -> tuple[tuple[int, ...], ...]:
-    """Count micro-batches of schedules in rounds, in which a rank's stages alternate; gradients of weights may come later."""
-    in_round, later = number // (number // ranks), rank if schedule in SPLIT_BACKWARD else 0
+def _in_rounds(schedule: PipelineSchedule, rank: int, ranks: int, number: int) -> tuple[InFlight, ...]:
+    """Return the moments of schedules in rounds, in which a rank's stages alternate; gradients of weights may come later."""
+    is_split = schedule in SPLIT_BACKWARD
+    in_round, later = number // (number // ranks), rank if is_split else 0
     # forward passes before the first backward
-    ahead = in_round + (1 if schedule in SPLIT_BACKWARD else 2) * (ranks - 1 - rank)
-    kept, found = [0, 0], set()
-    for operation in range(min(2 * number, ahead + later + 2 * in_round)):  # the rest repeats
-        kept[operation // in_round % 2] += 1
-        found.add((kept[0], kept[1]))
-        if (done := operation - ahead - later) >= 0:
-            kept[1 - done // in_round % 2] -= 1
+    ahead = min(in_round + (1 if is_split else 2) * (ranks - 1 - rank), 2 * number)
+    kept, done, found = [0, 0], [0, 0], set()
+    for operation in range(min(4 * number, ahead + later + 3 * in_round)):  # the rest repeats
+        if operation < 2 * number:
+            kept[operation // in_round % 2] += 1
+        found.add(InFlight((kept[0], kept[1]), (is_split or 0 < done[0] < number, is_split or 0 < done[1] < number)))
+        if (backward := operation - ahead - later) >= 0:
+            stage = 1 - backward // in_round % 2
+            kept[stage] -= 1
+            done[stage] += 1
     return tuple(sorted(found))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from muscale import Study
 from muscale.layout import LEDGER
-from tests.faults.drivers import SETTINGS, Driver, Undisturbed, recorded, trained_tokens
+from tests.faults.drivers import SETTINGS, Driver, Undisturbed, finished_again, recorded, trained_tokens
 from tests.faults.lean import begin, finish
 from tests.muscale.conftest import MICRO, postgres_server, write_text
 
@@ -85,6 +85,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     assert driver.ends() == 0, driver.log.read_text()
     tokens = trained_tokens(directory / "study.toml")
     assert tokens == recorded(directory / LEDGER), "what is counted is what was trained"
+    assert finished_again(directory / "study.toml") == 0
     trials = Study.open(directory / "study.toml", SETTINGS, quiet=True).sweep().trials
     return Undisturbed(trials, tokens)
 

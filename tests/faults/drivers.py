@@ -122,7 +122,20 @@ def times(full: int) -> int:
 
 def trained_tokens(study: Path) -> int:
     """Tokens that were trained for a study, in all its processes, whether or not anything came of them."""
-    return sum(int.from_bytes(file.read_bytes()) for file in (study.parent / COUNTS).iterdir())
+    return sum(int.from_bytes(file.read_bytes()[:8]) for file in (study.parent / COUNTS).iterdir())
+
+
+def finished_again(study: Path) -> int:
+    """How often a segment was trained to its end although it had been before.
+
+    That is allowed where its process was killed in the moments between the last step and the record.
+    """
+    ends = [file.name.split("-")[0] for file in (study.parent / COUNTS).iterdir() if _is_finished(file.read_bytes())]
+    return len(ends) - len({*ends})
+
+
+def _is_finished(count: bytes) -> bool:
+    return count[:8] == count[8:]
 
 
 def recorded(ledger: Path) -> int:
@@ -185,4 +198,5 @@ def lost(study: Path, undisturbed: Undisturbed) -> int:
     """Tokens that were trained for a study which has ended, beyond what it takes."""
     tokens = trained_tokens(study) - undisturbed.tokens
     assert tokens >= 0, "no less than an undisturbed one"
+    assert finished_again(study) <= 1, "finished segments were trained again"
     return tokens

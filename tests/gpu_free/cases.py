@@ -105,12 +105,19 @@ EXPERTS = {
 RANKS, STAGES = 4, 8
 """Ranks of a pipeline, and the most stages that they have."""
 _PIPELINE = Parallelism(sharding="zero2", tensor_parallel=NODE, pipeline_parallel=RANKS)
-_TWICE: tuple[PipelineSchedule, ...] = ("interleaved", "zero_bubble", "zero_bubble_v", "dualpipe_v")
+_OTHERS: tuple[PipelineSchedule, ...] = (
+    "gpipe",
+    "looped_bfs",
+    "interleaved",
+    "zero_bubble",
+    "zero_bubble_v",
+    "dualpipe_v",
+)
 PIPELINES: dict[str, Parallelism] = {
     "1f1b": _PIPELINE,
     "1f1b, full": replace(_PIPELINE, sharding="full"),
     "1f1b, context": replace(_PIPELINE, context_parallel=2),
-    **{schedule: replace(_PIPELINE, pipeline_schedule=schedule) for schedule in _TWICE},
+    **{schedule: replace(_PIPELINE, pipeline_schedule=schedule) for schedule in _OTHERS},
 }
 SEQUENCES = {"1.3B": 8, "8B": 1, "70B": 1, "405B": 1, "8x7B": 1, "64x16B": 2}
 """Sequences of a pass."""
@@ -118,11 +125,12 @@ SEQUENCES = {"1.3B": 8, "8B": 1, "70B": 1, "405B": 1, "8x7B": 1, "64x16B": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step of two passes on the first of `ranks` ranks, or of two micro-batches for each rank of a pipeline.
+    """A step of two passes on the first of `ranks` ranks, or of `passes` micro-batches for each rank of a pipeline.
 
     Attributes:
         layers: Number of blocks besides the first dense ones of a mixture; None: all.
         stage: Rank of the pipeline that is traced.
+        passes: With as many micro-batches as ranks, 1, activations reach their peak before there are gradients.
     """
 
     shape: str
@@ -133,6 +141,7 @@ class Case:
     precision: Precision = "bf16"
     optimizer: OptimizerName = "adamw"
     stage: int = 0
+    passes: int = 2
 
     def __str__(self) -> str:
         return f"{self.shape}, {self.place}, {self.checkpointing}, {self.ranks} ranks"
@@ -140,7 +149,8 @@ class Case:
     @property
     def place(self) -> str:
         """The layout, with the traced rank of a pipeline."""
-        return f"{self.layout} rank {self.stage}" if self.layout in PIPELINES else self.layout
+        once = "" if self.passes > 1 else ", a micro-batch a rank"
+        return f"{self.layout} rank {self.stage}{once}" if self.layout in PIPELINES else self.layout
 
     @property
     def model(self) -> ModelConfig:
@@ -155,7 +165,7 @@ class Case:
     @property
     def share(self) -> int:
         """Sequences of a rank's share of the batch."""
-        return 2 * self.parallelism.pipeline_parallel * SEQUENCES[self.shape]
+        return self.passes * self.parallelism.pipeline_parallel * SEQUENCES[self.shape]
 
     @property
     def estimate(self) -> MemoryEstimate:

@@ -21,6 +21,10 @@ CASES = (
     Case(shape="70B", layout="full", checkpointing="full", ranks=1024, layers=2),
     Case(shape="70B", layout="1f1b", checkpointing="full", layers=4),
     Case(shape="70B", layout="1f1b, context", checkpointing="selective", layers=4),
+    Case(shape="70B", layout="1f1b", layers=4, passes=1),
+    Case(shape="70B", layout="gpipe", layers=4),
+    Case(shape="70B", layout="looped_bfs", checkpointing="full", layers=8),
+    Case(shape="70B", layout="interleaved", layers=8, passes=1),
     Case(shape="8x7B", layout="full", layers=3),
     Case(shape="64x16B", layout="hybrid", checkpointing="selective", layers=3),
     Case(shape="8x7B", layout="experts", layers=2),
@@ -38,7 +42,7 @@ def sent(case: Case) -> tuple[int, list[list[str | int]], int]:
     return memory.most, sorted(rows), evaluation.most
 
 
-@pytest.mark.parametrize("case", quick_and_soak(CASES, CASES[0], CASES[1], CASES[6], CASES[9]), ids=str)
+@pytest.mark.parametrize("case", quick_and_soak(CASES, CASES[0], CASES[1], CASES[6], CASES[7], CASES[13]), ids=str)
 def test_the_estimate_is_near_the_traced_peak_and_collectives_are_those_of_the_golden_file(case: Case) -> None:
     peak, calls, evaluation = sent(case)
     assert case.estimate.total == pytest.approx(peak, rel=0.05)

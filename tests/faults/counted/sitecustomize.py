@@ -1,11 +1,13 @@
 """Python imports this where its folder is on PYTHONPATH: each training counts the tokens of its steps, also if it is killed.
 
-Nothing else tells what a killed process had trained. A training leaves a file in `COUNTS` beside the corpus, of eight bytes
-that every step overwrites: what was written survives the process.
+Nothing else tells what a killed process had trained. A training leaves a file in `COUNTS` beside the corpus, named after what it
+trains from which state, with two numbers of eight bytes: the tokens trained so far, which every step overwrites, and those of the
+whole segment. What was written survives the process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import secrets
@@ -29,7 +31,13 @@ def count(module: ModuleType) -> None:
         folder = trainer.corpus.folder.parent / COUNTS
         folder.mkdir(exist_ok=True)
         tokens = 0
-        file = os.open(folder / f"{os.getpid()}-{secrets.token_hex(4)}", os.O_WRONLY | os.O_CREAT)
+        what = hashlib.sha256(repr((numerics, segment)).encode())
+        for name, tensor in sorted(state.tensors.items()) if state else ():
+            what.update(name.encode() + bytes(tensor.detach().double().sum().numpy()))
+        file = os.open(
+            folder / f"{what.hexdigest()[:16]}-{os.getpid()}-{secrets.token_hex(4)}", os.O_WRONLY | os.O_CREAT
+        )
+        os.pwrite(file, (0).to_bytes(8) + (segment.end - segment.start).to_bytes(8), 0)
 
         def moved() -> None:
             nonlocal tokens

@@ -9,16 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import psutil
 import pytest
+from ray.tune import Callback
 
 from muscale import StageError, Study, StudyFileError
+from muscale.actors.work import LOSS
 from muscale.search.methods import resolve_searcher
 from muscale.search.prior_runs import describe_prior_runs
 from muscale.search.sweep import Sweep
@@ -41,10 +44,22 @@ COVERING = [
 ]
 
 
-def sweep(path: Path, *settings: str) -> Study:
+def sweep(path: Path, *settings: str, callbacks: Sequence[Callback] = ()) -> Study:
     study = Study.open(path, [*QUICK, *settings], quiet=True)
-    study.sweep()
+    study.sweep(callbacks=callbacks)
     return study
+
+
+class Results(Callback):
+    """Losses that Tune reports to a user's callback."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        self.losses.append(result[LOSS])
 
 
 @pytest.mark.parametrize(
@@ -97,7 +112,10 @@ def test_a_narrower_round_adds_to_the_same_table_and_a_rerun_adds_nothing(make_s
         *("sweep.trials=6", "sweep.scheduler=none", "sweep.searcher=random"),
         *("sweep.rungs=1", "sweep.n_tokens=4096"),
     ]
-    first = sweep(path, *settings).sweep()
+    reported = Results()
+    first = sweep(path, *settings, callbacks=[reported]).sweep()
+    assert len(reported.losses) >= len(first.trials), "callbacks run in the sweep's own Tuner"
+    assert np.isfinite(reported.losses).all()
     study = Study.open(path, [*QUICK, *settings], quiet=True)
     narrower = study.sweep(narrower=True)
     assert len(narrower.trials) == 12

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 from ray.tune import Callback
+from ray.tune.experiment import Trial
 
 from muscale.actors.cluster import Cluster
 from muscale.actors.stalls import ended_where_stalled
@@ -135,13 +136,15 @@ class DiesWhenReset(PlantedTraining):
 
 
 class Trials(Callback):
-    """Statuses of the Tune trials, by their ids, as a user's callback sees them."""
+    """The last status of each Tune trial, and the trials that were ever paused, by id, as a user's callback sees them."""
 
     def __init__(self) -> None:
         self.seen: dict[str, str] = {}
+        self.paused: set[str] = set()
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         self.seen |= {trial.trial_id: trial.status for trial in trials}
+        self.paused |= {trial.trial_id for trial in trials if trial.status == Trial.PAUSED}
 
 
 def once(folder: Path) -> bool:
@@ -197,6 +200,7 @@ def test_a_suggestion_is_one_tune_trial_that_pauses_at_rungs_in_fewer_processes_
     assert len(engine.record.ranking(3)) >= 1
     assert len(trials.seen) == 8
     assert set(trials.seen.values()) == {"TERMINATED"}
+    assert trials.paused, "a trial that others overtook at a rung"
     # Two where both workers start at once; Tune starts another for a trial that waits while the second is still starting.
     assert 2 <= len(list(tmp_path.glob("*.pid"))) < 8
     assert dict(os.environ) == before, "a notebook's own Tuner would find these settings"
