@@ -99,8 +99,8 @@ def in_flight(schedule: PipelineSchedule, rank: int, ranks: int, number: int) ->
     """Return the moments of a step of `number` micro-batches that may be the peak of a rank's memory.
 
     A micro-batch counts from the start of its forward pass to the end of its backward pass, the part for weights included. A stage
-    has whole gradients from the end of its first backward pass to that of its last; under `SPLIT_BACKWARD` they are taken to be there from the start.
-    The counts follow from the orders of torch.distributed.pipelining (torch 2.13), to which tests compare them.
+    has whole gradients from the end of its first backward pass to that of its last; under `SPLIT_BACKWARD` they are taken to be there
+    from the start. The counts follow from the orders of torch.distributed.pipelining (torch 2.13), to which tests compare them.
     """
     # All forward passes; all backward passes of the second stage, whose gradients are then reduced; those of the first stage.
     if schedule == "looped_bfs":

@@ -77,12 +77,15 @@ def fitting_on(
     )
 
 
-def evaluation_batch(device: torch.device, micro_batch: int | None) -> int:
+def evaluation_batch(device: torch.device, micro_batch: int | None, *, stages: int = 1) -> int:
     """Return the sequences in a pass of evaluation: on a GPU at most training's micro-batch, since more may not fit.
 
-    On a CPU the number is constant, since another number would sum the losses in another order.
+    A pipeline of `stages` ranks takes that many micro-batches at once. On a CPU the number is constant, since another number would
+    sum the losses in another order.
     """
-    return EVALUATION_BATCH if device.type == "cpu" or not micro_batch else min(micro_batch, EVALUATION_BATCH)
+    if device.type == "cpu" or not micro_batch:
+        return EVALUATION_BATCH
+    return min(micro_batch * stages, max(stages, EVALUATION_BATCH))
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

@@ -79,6 +79,11 @@ class Pipeline:
         return self._group.rank()
 
     @property
+    def n_ranks(self) -> int:
+        """Number of ranks of the pipeline."""
+        return self._group.size()
+
+    @property
     def _has_first(self) -> bool:
         return any(stage.is_first for stage in self.stages.values())
 
@@ -110,8 +115,8 @@ class Pipeline:
         `scale` is that of `accumulate`.
         """
         self._weigh(scale)
-        n, fitting = len(sequences), partial(micro_batches, self._schedule, self._group.size())
-        most = self._micro_batch or max(1, n // self._group.size())
+        n, fitting = len(sequences), partial(micro_batches, self._schedule_of(trains=False), self.n_ranks)
+        most = self._micro_batch or max(1, n // self.n_ranks)
         if (number := fitting(n, most=most)) is None:  # one sequence each, and some more that do not count
             number = next(more for more in count(n) if fitting(more, most=1))
             sequences = torch.cat([sequences, sequences[:1].expand(number - n, -1)])
@@ -155,8 +160,7 @@ class Pipeline:
 
     def _schedule_for(self, sequences: Tensor, number: int, *, trains: bool) -> Any:
         stages = [self._torch_stage(at, sequences, trains=trains) for at in self.stages]
-        schedule = self._schedule if trains or self._schedule != "dualpipe_v" else "zero_bubble_v"
-        passes = _SCHEDULES[schedule](
+        passes = _SCHEDULES[self._schedule_of(trains=trains)](
             stages if len(stages) > 1 else stages[0],
             n_microbatches=number,
             loss_fn=lambda loss, _target: loss.sum() / number,
@@ -166,6 +170,10 @@ class Pipeline:
             for backward in _BACKWARD:
                 passes.register_custom_function(backward, _leave_out)
         return passes
+
+    def _schedule_of(self, *, trains: bool) -> PipelineSchedule:
+        """Return the schedule of a pass; DualPipe's V needs backward passes, and ZB-V has its stages."""
+        return self._schedule if trains or self._schedule != "dualpipe_v" else "zero_bubble_v"
 
     def _torch_stage(self, number: int, sequences: Tensor, *, trains: bool) -> pipelining.PipelineStage:
         stage, stream = self.stages[number], self._stream.expand(len(sequences), -1, -1).contiguous()

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/first_gpu.py [--minutes 10] [--out first_gpu.json] [--tiny]
 
-In this order, each part only if the time for it is left: attention (causal, within documents, in a window), full runs of the largest
-of GPT-3's shapes that fits (compiled, eager; speed against the prediction, memory against the estimate), and the checks of
-`muscale doctor --gpu` (losses against the CPU, waits of the host, collectives, proxies that share the device). The file is written
-after each part, and says which parts were left out. `--tiny` runs on a CPU and shows that the script works and nothing else.
+The parts in this order, each in a process that is ended when the time is over: attention (causal, within documents, in a window),
+full runs of the largest of GPT-3's shapes that fits (compiled, eager; speed against the prediction, memory against the estimate),
+and the checks of `muscale doctor --gpu` (losses against the CPU, waits of the host, collectives, proxies that share the device).
+The file is written after each part, and says which parts were left out or cut. `--tiny` runs on a CPU and shows that the script
+works and nothing else.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
@@ -97,6 +101,40 @@ def runs(device: Device) -> Iterator[dict[str, Any]]:
             yield found.to_dict() | {"name": case.name, "predicted_mfu": predicted}
 
 
+def within(limit: float, part: str, device: Device, size: dict[str, int]) -> Any:
+    """The figures of a part, measured in a process that is ended with its ranks after so many seconds; or how it ended."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_figures, args=(sender, part, device, size))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(limit) else f"cut after {limit / 60:.1f} minutes"
+    except EOFError:
+        process.join()
+        return f"failed with exit code {process.exitcode}; its error is above"
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            measuring = psutil.Process(process.pid)
+            for each in [*measuring.children(recursive=True), measuring]:
+                each.kill()
+        process.join()
+
+
+def send_figures(sender: Connection, part: str, device: Device, size: dict[str, int]) -> None:
+    """Measure a part and send its figures."""
+    if (
+        device == "cpu"
+    ):  # imported once and not by every rank; on a GPU a fork of what has imported this may not use CUDA
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["muscale.full_runs.train.attempt"])
+    parts: dict[str, Callable[[], Any]] = {
+        "attention": lambda: list(attention(device, **size)),
+        "runs": lambda: list(runs(device)),
+        "checks": lambda: check_gpus(device).to_dict(),
+    }
+    sender.send(finite(parts[part]()))
+
+
 def main() -> None:
     """Measure part after part, and write the file after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -107,18 +145,14 @@ def main() -> None:
     device: Device = "cpu" if options.tiny else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here; --tiny shows that the script works")
-    if options.tiny:  # imported once and not by every rank; on a GPU a fork of what has imported this may not use CUDA
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["muscale.full_runs.train.attempt"])
     size = {"time_": 256, "heads": 2} if options.tiny else {"time_": 4096, "heads": 16}
-    parts: dict[str, Callable[[], Any]] = {
-        "attention": lambda: list(attention(device, **size)),
-        "runs": lambda: list(runs(device)),
-        "checks": lambda: check_gpus(device).to_dict(),
-    }
     began, found = time.monotonic(), {"at": datetime.now(UTC).isoformat(), "torch": torch.__version__, "device": device}
-    for part, of in parts.items():
+    for part in PARTS:
         left = options.minutes - (time.monotonic() - began) / 60
-        found[part] = of() if left >= PARTS[part] else f"left out: {left:.1f} minutes left of {PARTS[part]}"
+        enough = left >= PARTS[part]
+        found[part] = (
+            within(60 * left, part, device, size) if enough else f"left out: {left:.1f} minutes left of {PARTS[part]}"
+        )
         options.out.write_text(json.dumps(finite(found), indent=1))
         print(f"{part}: {(time.monotonic() - began) / 60:.1f} minutes so far, in {options.out}", flush=True)
 

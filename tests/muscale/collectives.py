@@ -21,6 +21,7 @@ _KINDS = {
     "all_to_all_single": "all-to-all",
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
+    "send": "send",
 }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from operator import mul
 from typing import get_args
 
@@ -30,6 +30,10 @@ from tests.proxy_models.pipeline_orders import orders, seconds
 
 SIZES = [(2, 4), (2, 7), (3, 6), (4, 4), (4, 8), (4, 10), (4, 32), (8, 16), (8, 20)]
 """Ranks and micro-batches."""
+BYTES_KEPT = [(1.0, 1.0), (1.0, 1.25), (1.25, 1.0), (0.0, 1.0)]
+"""Of a micro-batch, by stage."""
+BYTES_OF_GRADIENTS = [(0.0, 0.0), (0.5, 0.5), (2.5, 1.0), (4.0, 8.0)]
+"""Of each stage."""
 
 
 @pytest.mark.parametrize("schedule", get_args(PipelineSchedule))
@@ -39,33 +43,21 @@ def test_micro_batches_in_flight_are_those_of_the_order_that_torch_runs(schedule
             continue  # the schedule does not take so many
         for rank, order in enumerate(orders(schedule, ranks, number)):
             stages = stages_of_rank(schedule, rank, ranks)
-            for weights in [
-                (1.0, 1.0),
-                (1.0, 1.25),
-                (1.25, 1.0),
-                (0.0, 1.0),
-            ]:  # bytes that a micro-batch keeps by stage
-                for gradients in [(0.0, 0.0), (0.5, 0.5), (2.5, 1.0), (4.0, 8.0)]:  # bytes of a stage's gradients
-
-                    def held(kept: Iterable[int], graded: Iterable[bool]) -> float:
-                        return sum(map(mul, weights, kept)) + sum(map(mul, gradients, graded))
-
-                    kept, done, graded, peak = (
-                        dict.fromkeys(stages, 0),
-                        dict.fromkeys(stages, 0),
-                        dict.fromkeys(stages, False),
-                        0.0,
-                    )
-                    for letter, stage, _ in order:
-                        kept[stage] += {"F": 1, "I": 0}.get(letter, -1)
-                        done[stage] += letter in "BW"
-                        graded[stage] = 0 < done[stage] < number
-                        peak = max(peak, held(kept.values(), graded.values()))
-                    found = max(held(*moment) for moment in in_flight(schedule, rank, ranks, number))
-                    if schedule in SPLIT_BACKWARD:  # as if gradients were always there
-                        assert peak <= found <= peak + sum(gradients)
-                    else:
-                        assert found == peak
+            for weights, gradients in product(BYTES_KEPT, BYTES_OF_GRADIENTS):
+                kept, done, peak = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0), 0.0
+                for letter, stage, _ in order:
+                    kept[stage] += {"F": 1, "I": 0}.get(letter, -1)
+                    done[stage] += letter in "BW"
+                    graded = [0 < n < number for n in done.values()]
+                    peak = max(peak, sum(map(mul, kept.values(), weights)) + sum(map(mul, graded, gradients)))
+                found = max(
+                    sum(map(mul, moment.kept, weights)) + sum(map(mul, moment.has_gradients, gradients))
+                    for moment in in_flight(schedule, rank, ranks, number)
+                )
+                if schedule in SPLIT_BACKWARD:  # as if gradients were always there
+                    assert peak <= found <= peak + sum(gradients)
+                else:
+                    assert found == peak
 
 
 @pytest.mark.parametrize("schedule", get_args(PipelineSchedule))

@@ -226,6 +226,8 @@ def test_a_gpu_is_known_by_its_whole_name(name: str, expected: float | None) -> 
 def test_evaluation_takes_no_more_sequences_than_training_on_a_gpu_and_always_as_many_on_a_cpu() -> None:
     cuda = torch.device("cuda", 0)
     assert [evaluation_batch(cuda, size) for size in (1, 3, 100)] == [1, 3, 64]
+    assert [evaluation_batch(cuda, size, stages=8) for size in (1, 3, 100)] == [8, 24, 64]
+    assert evaluation_batch(cuda, 1, stages=128) == 128, "a micro-batch for each rank"
     assert [evaluation_batch(CPU, size) for size in (None, 1, 100)] == [64, 64, 64]
 
 

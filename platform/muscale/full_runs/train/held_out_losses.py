@@ -51,7 +51,7 @@ class Evaluation:
             `val_loss`; for a mixture also `source_losses` by name; for a continuation on another corpus also `earlier_losses` by name;
             nats per token.
         """
-        batch = evaluation_batch(self._device, micro_batch)
+        batch = evaluation_batch(self._device, micro_batch, stages=pipeline.n_ranks if pipeline else 1)
         measured = partial(self._losses, model, pipeline, batch)
         losses = evaluation_of(self._corpus, self._sets, measured(self._sets))
         earlier = {name: corpus_loss(sets, measured(sets)) for name, sets in self._earlier.items()}

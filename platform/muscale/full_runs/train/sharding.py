@@ -4,7 +4,7 @@ FSDP2 does data parallelism over one or two mesh dimensions, as when ranks train
 and context parallelism within it. On a mesh all parameters are DTensors under their original names, which optimizer groups, clipping
 and checkpoints use.
 
-Tested on gloo with up to four ranks, eager and compiled; collectives counted on fake ranks; not tested on several GPUs or nodes.
+Tested on gloo with up to eight ranks, eager and compiled; collectives counted on fake ranks; not tested on several GPUs or nodes.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ SHARED_SEQUENCES: dict[str, tuple[Parallelism, int, dict[str, Any]]] = {
     ),
     "two groups": (Parallelism(sharding="zero2", context_parallel=2), 4, {"tied": True, "attention_window": 9}),
     "hybrid": (Parallelism(sharding="hybrid", shard_ranks=2, context_parallel=2), 4, {"positions": "alibi", **MASKS}),
-    "four chunks": (Parallelism(context_parallel=4), 4, {"qk_norm": True, "label_smoothing": 0.1}),
+    "four chunks": (Parallelism(context_parallel=4), 4, {"qk_norm": True, "label_smoothing": 0.1, **MASKS}),
     "tensor": (Parallelism(context_parallel=2, tensor_parallel=2), 4, {"tied": True, "biases": True, **MASKS}),
 }
 
