@@ -105,7 +105,7 @@ OPERATIONS: dict[str, Callable[[Study], Any]] = {
     "resume": resume,
     "gc --dry-run": prune,
     "leases": lambda study: expired_leases(study.ledger),
-    "look of the live page": lambda study: LivePage(study=study.contents)._feel(),
+    "look of the live page": lambda study: LivePage(study=study.contents)._read_state(),
     "results at rungs": arrive,
 }
 NOT_BY_ROW = ("results at rungs",)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from packaging.requirements import Requirement
 
 from muscale.machine.diagnosis import Diagnosis, Finding
-from muscale.machine.handshake import Handshake, shake_hands
+from muscale.machine.handshake import Handshake, complete_handshake
 from muscale.machine.storage_checks import storage_findings
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def diagnose(study: Path | None = None) -> Diagnosis:
         StudyFileError: If the study file can't be used.
     """
     with ThreadPoolExecutor() as pool:
-        met, joined = pool.submit(shake_hands), pool.submit(_ray_cluster)  # both wait for processes
+        handshake, joined = pool.submit(complete_handshake), pool.submit(_ray_cluster)  # both wait for processes
         config = _read(study) if study else None
         directory = study.absolute().parent if study else Path.cwd()
         findings = [
@@ -52,7 +52,7 @@ def diagnose(study: Path | None = None) -> Diagnosis:
             *storage_findings(directory, config.storage if config else None),
         ]
         findings += [_tracking(), joined.result(), _token()]
-        findings += _devices(met.result(), config.resources.gpus_per_worker if config else 0.0)
+        findings += _devices(handshake.result(), config.resources.gpus_per_worker if config else 0.0)
     if config:
         from muscale.machine.speed import speed_findings  # after everything else has finished; imports torch
 

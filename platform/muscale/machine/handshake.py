@@ -35,7 +35,7 @@ class Handshake:
     failure: str
 
 
-def shake_hands(patience: float = PATIENCE_SECONDS) -> Handshake:
+def complete_handshake(patience: float = PATIENCE_SECONDS) -> Handshake:
     """Start both workers, wait for them, and kill those that are left."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="muscale-handshake-") as folder:

@@ -76,7 +76,7 @@ class LivePage:
     study: StudyContents
     token: str | None = None
     _snapshot: Snapshot | None = field(default=None, init=False)
-    _pulse: tuple[object, ...] = field(default=(None,), init=False)
+    _rendered_state: tuple[object, ...] = field(default=(None,), init=False)
     _found: Findings | None = field(default=None, init=False)
     _memo: dict[str, Any] = field(default_factory=dict, init=False)
 
@@ -90,16 +90,16 @@ class LivePage:
 
     def look(self) -> bool:
         """Render the page again if the ledger or the full run's records changed; return whether it was rendered."""
-        pulse = self._feel()
-        if self._snapshot is not None and pulse == self._pulse:
+        state = self._read_state()
+        if self._snapshot is not None and state == self._rendered_state:
             return False
-        if self._found is None or pulse[0] != self._pulse[0]:
+        if self._found is None or state[0] != self._rendered_state[0]:
             self._found = findings(self.study)
         contents = gather(self.study, self._found)
         first, *others = sections_of(contents, self._memo)
         sections = (first, self._now(contents), *others)
         tag = hashlib.sha256("".join(section.hash for section in sections).encode()).hexdigest()[:16]
-        self._snapshot, self._pulse = Snapshot(contents=contents, sections=sections, tag=tag), pulse
+        self._snapshot, self._rendered_state = Snapshot(contents=contents, sections=sections, tag=tag), state
         return True
 
     @contextmanager
@@ -120,7 +120,7 @@ class LivePage:
                 _log.exception("live page: could not be rendered")
             pause = max(LOOK_SECONDS, _REST * (time.monotonic() - begun))
 
-    def _feel(self) -> tuple[object, ...]:
+    def _read_state(self) -> tuple[object, ...]:
         """Return a value that changes with anything on the page, the part on training first; it is far cheaper than the page."""
         ledger = self.study.ledger
         directory = self.study.directory / FULL_RUNS

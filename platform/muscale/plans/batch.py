@@ -50,14 +50,14 @@ class BatchChoice(Recorded):
         return self.tokens / self.tuned_tokens
 
     @property
-    def furthest(self) -> float:
+    def extreme_ratio(self) -> float:
         """The ratio that is further from 1: that of the batches after their ramps, or that of the first batches."""
         return max(self.ratio, self.first_tokens / self.tuned_first_tokens, key=lambda ratio: _apart(ratio, 1.0))
 
     @property
     def is_far(self) -> bool:
         """Whether the ratio of the batch to the proxies', or of the ramps' first batches, is beyond `FAR`."""
-        return _apart(self.furthest, 1.0) > FAR
+        return _apart(self.extreme_ratio, 1.0) > FAR
 
     @property
     def is_covered(self) -> bool:

@@ -27,7 +27,7 @@ from scaling.optima.tokens_law import plural
 from search_spaces import TransferClass
 
 if TYPE_CHECKING:
-    from muscale.plans.by_law import Departure
+    from muscale.plans.by_law import Deviation
     from muscale.proxies.leak_check import LeakCheck
     from proxy_models.architecture.member import Member
     from proxy_models.coordinates.check import CoordinateCheck
@@ -309,11 +309,11 @@ def batch_line(batch: BatchChoice | None) -> GateLine:
     return GateLine.judged("batch", covered, compared, advice)
 
 
-def by_law_line(departures: Sequence[Departure]) -> GateLine:
+def by_law_line(deviations: Sequence[Deviation]) -> GateLine:
     """Whether each value that depends on tokens, batch or tokens per parameter is covered at the full run's value of that axis."""
-    beyond = [one for one in departures if not one.is_covered]
+    beyond = [one for one in deviations if not one.is_covered]
     if not beyond:
-        return GateLine(name="by law", status="passed", compared=", ".join(map(str, departures)))
+        return GateLine(name="by law", status="passed", compared=", ".join(map(str, deviations)))
     advice = {
         "batch_tokens": "measure: transfer.batches, at least four around the proxies' batch",
         "beta1": "set plan.explicit.beta1",
@@ -327,7 +327,7 @@ def by_law_line(departures: Sequence[Departure]) -> GateLine:
         name="by law",
         status="failed",
         compared=f"{', '.join(map(str, beyond))}, and no law covers {'it' if len(beyond) == 1 else 'them'}",
-        advice="; ".join(advice[one.cover.name] for one in beyond),
+        advice="; ".join(advice[one.coverage.name] for one in beyond),
     )
 
 

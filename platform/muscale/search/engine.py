@@ -95,7 +95,7 @@ class Engine:
         """Return the next job, or None if there is nothing to start now."""
         if self.is_stopping:
             return None
-        self.record.heed_cancels()
+        self.record.read_cancel_requests()
         self._record_failures()
         job = self._next_segment() or self._next_anneal_job()
         if job is None and self.is_idle and self.record.results and 0 < len(self.failures) < MOST_ALONE:
@@ -133,7 +133,7 @@ class Engine:
 
     def ends(self, what: TrialSegment | AnnealJob) -> bool:
         """Whether a job at a rung, or before its start, should end: the engine is stopping, or the trial was cancelled."""
-        self.record.heed_cancels()
+        self.record.read_cancel_requests()
         return self.is_stopping or what.trial in self.record.cancelled
 
     def finished(self, what: TrialSegment | AnnealJob) -> None:

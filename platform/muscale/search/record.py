@@ -120,9 +120,9 @@ class Record:
                 self._gone_on(row["trial"], row["rung"], row["until"], history_from_json(row["path"]), row["donor"])
             else:
                 self._add_result(RungResult(**{name: row[name] for name in RungResult.__dataclass_fields__}))
-        self.heed_cancels()
+        self.read_cancel_requests()
 
-    def heed_cancels(self) -> None:
+    def read_cancel_requests(self) -> None:
         """Read new requests to cancel trials: cancelled trials train no further, and their results stay."""
         for trial, reason in cancelled_trials(self._ledger, self.sweep).items():
             if trial not in self.cancelled and trial in self.configs:

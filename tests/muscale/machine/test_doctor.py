@@ -12,7 +12,7 @@ from muscale.actors.cluster import cluster
 from muscale.errors import StageError
 from muscale.machine import doctor, storage_checks
 from muscale.machine.diagnosis import Diagnosis, Finding
-from muscale.machine.handshake import Handshake, shake_hands
+from muscale.machine.handshake import Handshake, complete_handshake
 from muscale.machine.storage_checks import storage_findings
 from muscale.settings.tables import ResourceSettings, StorageSettings
 from tests.muscale.command_lines import muscale
@@ -69,11 +69,11 @@ def test_an_option_that_would_be_ignored_is_refused(
 
 def test_workers_that_do_not_meet_are_ended_and_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = time.monotonic()
-    late = shake_hands(patience=0.2)
+    late = complete_handshake(patience=0.2)
     assert time.monotonic() - begun < 10
     assert "within 0 s" in late.failure
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-device")
-    broken = shake_hands()
+    broken = complete_handshake()
     assert broken.seconds is None
     assert "ended with exit code 1: " in broken.failure
     assert broken.torch["version"], "what the first reported before it ended is kept"

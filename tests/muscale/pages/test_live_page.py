@@ -84,10 +84,10 @@ def test_a_row_is_noticed_in_every_table_that_the_page_shows(
         settings = ["storage.ledger=postgresql"]
     study, _ = begun(make_study(), settings=settings)
     live = LivePage(study=study.contents)
-    before = live._feel()
-    assert live._feel() == before
+    before = live._read_state()
+    assert live._read_state() == before
     study.ledger.insert(metadata.tables[table], **ROWS[table])
-    assert live._feel() != before
+    assert live._read_state() != before
     study.ledger.close()
 
 

@@ -97,11 +97,11 @@ def test_the_gate_holds_a_batch_that_no_law_covers(by_study: BatchLaw) -> None:
 def test_ramps_are_compared_with_ramps_and_values_are_for_the_batch_after_them(by_study: BatchLaw) -> None:
     ramped = replace(TUNED, batch_doublings=4, batch_ramp_tokens=2**21)
     alike = found(chosen(1e7, tuned=ramped, batch_tokens=2 * 2**17))
-    assert (alike.furthest, alike.is_far, batch_line(alike).status) == (2.0, False, "passed")
+    assert (alike.extreme_ratio, alike.is_far, batch_line(alike).status) == (2.0, False, "passed")
     assert alike.transfer(ramped).learning_rate == pytest.approx(0.01 * 2**0.5)
     for tuned, doublings in ((TUNED, 4), (ramped, 0)):
         only = found(chosen(1e7, tuned=tuned, batch_tokens=2**17, batch_doublings=doublings))
-        assert max(only.furthest, 1 / only.furthest) == 16
+        assert max(only.extreme_ratio, 1 / only.extreme_ratio) == 16
         assert batch_line(only).status == "failed"
         assert only.transfer(tuned) == tuned, "the batch after the ramp is the same"
     below = found(chosen(1e11, by_study, batch_doublings=3))

@@ -11,20 +11,20 @@ import pytest
 import muscale
 from muscale import StudyConfig
 from muscale.plans.batch import FAR
-from muscale.plans.by_law import COVERS, Departure, departures
+from muscale.plans.by_law import COVERAGES, Deviation, deviations
 from muscale.plans.gate import by_law_line
 from muscale.plans.planning import Planner
 from search_spaces import TRANSFERABILITY, TransferClass
 from tests.muscale.planted import planted_fit, planted_horizon
 
-Found = Callable[..., dict[str, Departure]]
+Found = Callable[..., dict[str, Deviation]]
 
 
 @pytest.fixture
 def found(make_study: Callable[..., Path]) -> Found:
     path = make_study()
 
-    def of(*overrides: str, **proxies: float) -> dict[str, Departure]:
+    def of(*overrides: str, **proxies: float) -> dict[str, Deviation]:
         """Of a plan whose proxies had so many `times` fewer tokens than the run."""
         config = StudyConfig.read(path, overrides)
         plan = Planner(config, config.hyperparameters, planted_horizon(), planted_fit()).plan()
@@ -34,12 +34,12 @@ def found(make_study: Callable[..., Path]) -> Found:
             plan = replace(
                 plan, n_tokens=round(wider * config.sweep.n_tokens / config.model.n_params * plan.model.n_params)
             )
-        return {one.cover.name: one for one in departures(plan, config)}
+        return {one.coverage.name: one for one in deviations(plan, config)}
 
     return of
 
 
-def blocked(found: dict[str, Departure]) -> set[str]:
+def blocked(found: dict[str, Deviation]) -> set[str]:
     line = by_law_line([*found.values()])
     names = {name for name in found if not found[name].is_covered}
     assert (line.status == "failed") == bool(names)
@@ -48,15 +48,15 @@ def blocked(found: dict[str, Departure]) -> set[str]:
 
 
 def test_each_has_advice() -> None:
-    for cover in COVERS:
-        line = by_law_line([Departure(cover=cover, times=100.0)])
+    for coverage in COVERAGES:
+        line = by_law_line([Deviation(coverage=coverage, times=100.0)])
         assert (line.status, bool(line.advice)) == ("failed", True)
 
 
 def test_all_are_classed_by_law() -> None:
-    for cover in COVERS:
-        assert TRANSFERABILITY[cover.name].transfer is TransferClass.BY_LAW
-    factors = {cover.name: round(cover.factor, 2) for cover in COVERS}
+    for coverage in COVERAGES:
+        assert TRANSFERABILITY[coverage.name].transfer is TransferClass.BY_LAW
+    factors = {coverage.name: round(coverage.factor, 2) for coverage in COVERAGES}
     assert factors == {
         "batch_tokens": 17.96,
         "beta1": 8,
@@ -116,4 +116,4 @@ def test_the_quickstarts_full_run_is_covered(make_study: Callable[..., Path], wi
     plan = replace(
         Planner(micro, micro.hyperparameters, planted_horizon(), planted_fit()).plan(), model=model, n_tokens=n_tokens
     )
-    assert all(one.is_covered for one in departures(plan, quickstart))
+    assert all(one.is_covered for one in deviations(plan, quickstart))

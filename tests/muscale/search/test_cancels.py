@@ -147,7 +147,7 @@ def test_with_cancels_and_failures_a_live_record_is_the_record_read_again_and_wi
                 engine.finished(segment)
             else:
                 working[segment.trial] = segment, rung + 1
-        record.heed_cancels()
+        record.read_cancel_requests()
         assert known(record) == known(Record(ledger, name))
     assert engine.is_finished or engine.failures
     assert limit is None or engine.budget.spent(record) <= limit

@@ -12,7 +12,7 @@ from muscale.actors.corpus_hashes import changed_files
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
 from muscale.full_runs.promote.planned_worker import PlannedWorker
 from muscale.layout import FULL_RUNS
-from muscale.plans.by_law import departures
+from muscale.plans.by_law import deviations
 from muscale.plans.cadence import Cadence
 from muscale.plans.device_lines import (
     attention_line,
@@ -190,7 +190,7 @@ def dry_run(
             leak_line(leaks),
             hyperparameters_line(plan.provenance),
             batch_line(plan.batch),
-            by_law_line(departures(plan, config)),
+            by_law_line(deviations(plan, config)),
             *memory_lines,
             layout_line(
                 family_of(model).shared_sizes(model),

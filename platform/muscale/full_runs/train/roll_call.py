@@ -29,8 +29,8 @@ _NAMED = 8  # most ranks named per location in a message
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whereabouts:
-    """The last step that a rank took (on a GPU: queued), and the line that it executes, if it answered."""
+class RankState:
+    """State of a rank: the last step that it took (on a GPU: queued), and the line that it executes, if it answered."""
 
     rank: int
     host: str
@@ -95,27 +95,27 @@ class RollCall:
     def _answer(self, step: int, line: str = "") -> None:
         self._store.set(_key(self._rank), f"{step} {platform.node()} {line}")
 
-    def _answers(self) -> list[Whereabouts]:
+    def _answers(self) -> list[RankState]:
         answers = self._store.multi_get([_key(number) for number in range(self._n_ranks)])
-        return [Whereabouts.read(number, answer.decode()) for number, answer in enumerate(answers)]
+        return [RankState.read(number, answer.decode()) for number, answer in enumerate(answers)]
 
 
 def _key(rank: int) -> str:
     return f"muscale/step/{rank}"
 
 
-def describe(ranks: Sequence[Whereabouts], seconds: float) -> str:
+def describe(ranks: Sequence[RankState], seconds: float) -> str:
     """A message that no step has ended for `seconds`, with the ranks by location; those behind, and those alone, come first."""
-    places: defaultdict[tuple[int, str], list[Whereabouts]] = defaultdict(list)
+    locations: defaultdict[tuple[int, str], list[RankState]] = defaultdict(list)
     for rank in ranks:
-        places[rank.step, rank.line or "without an answer"].append(rank)
+        locations[rank.step, rank.line or "without an answer"].append(rank)
     lines = [
         f"  after step {step}, {line}: {_names(there)}"
-        for (step, line), there in sorted(places.items(), key=lambda place: (place[0][0], len(place[1])))
+        for (step, line), there in sorted(locations.items(), key=lambda found: (found[0][0], len(found[1])))
     ]
     return "\n".join([f"no step has finished for {seconds:.3g} s:", *lines])
 
 
-def _names(ranks: Sequence[Whereabouts]) -> str:
+def _names(ranks: Sequence[RankState]) -> str:
     names = ", ".join(f"{rank.rank} on {rank.host}" for rank in ranks[:_NAMED])
     return f"rank{'s' if len(ranks) > 1 else ''} {names}{f' and {len(ranks) - _NAMED} more' if len(ranks) > _NAMED else ''}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from muscale import json_lines
 from muscale.full_runs.records.goodput import ATTEMPTS
-from muscale.full_runs.train.roll_call import Whereabouts, describe
+from muscale.full_runs.train.roll_call import RankState, describe
 from proxy_models.training.step import Stepper
 from tests.muscale.forked_ranks import ended, small_corpus, small_run, start
 
@@ -48,7 +48,7 @@ def test_a_rank_that_hangs_is_named_and_its_peer_does_not_wait_for_ever(tmp_path
 
 def test_ranks_that_are_behind_or_alone_come_first() -> None:
     waits = "all_gather_single (distributed_c10d.py:1)"
-    ranks = [Whereabouts(rank=rank, host=f"gpu{rank // 8}", step=100, line=waits) for rank in range(16)]
+    ranks = [RankState(rank=rank, host=f"gpu{rank // 8}", step=100, line=waits) for rank in range(16)]
     ranks[3] = replace(ranks[3], step=99, line="read (batches.py:2)")
     ranks[9] = replace(ranks[9], line="")
     assert describe(ranks, 300.0).splitlines() == [
