@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 .PHONY: study test check soak families fake-gpu lowering audit lowest licences docs pictures wheel ci-system clean
 
-# Exit code 1 tells of a run that ended outside its forecast's interval, as one in ten should: a finding, no failure.
+# Exit code 1 means that the run ended outside its forecast's interval. One run in ten should, so it is not a failure.
 study: $(INSTALLED)
 	$(BIN)/muscale init runs/quickstart --keep
 	$(BIN)/muscale run runs/quickstart/study.toml || test $$? -eq 1
@@ -20,19 +20,19 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest --numprocesses 2
 
-# What takes too long for every time: all pairs of methods, and faults by the dozen. One of 15 minutes shows where it is.
+# Tests that take too long for `make test`: all pairs of methods, and many faults. A test prints its stack after 15 minutes.
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest -m soak --timeout 1800 -o faulthandler_timeout=900
 
-# Five families, each from `muscale run` to a promoted run on two ranks; half an hour on two cores; run again, it continues.
+# Takes five families from `muscale run` to a promoted run on two ranks: half an hour on two cores. A rerun continues.
 families: $(INSTALLED)
 	$(BIN)/python tests/benchmarks/families.py
 
-# The memory estimate beside steps traced on the fake ranks of 64 and 1,024 GPUs, waits of the host, graphs; minutes, and no GPU.
+# Compares the memory estimate with steps traced on 64 and 1,024 fake ranks; counts waits of the host; minutes, without a GPU.
 fake-gpu: $(INSTALLED)
 	$(BIN)/python -m tests.gpu_free
 
-# What is compiled for GPUs, lowered for an H100; torch's CUDA build in an environment of its own (5.5 GB), gcc, and no GPU.
+# Compiles for an H100 without a GPU. Needs gcc, and installs torch's CUDA build into a separate environment (5.5 GB).
 lowering: .venv/.cuda
 	.venv/.cuda/bin/python -W ignore -m tests.gpu_free.lowering
 
@@ -41,19 +41,19 @@ lowering: .venv/.cuda
 	$@/bin/python -m pip install --quiet 'uv>=0.9,<1'
 	$@/bin/uv pip install --quiet --python $@/bin/python --constraint requirements.lock --editable .
 
-# Known weaknesses of the locked packages, from the advisory database of the Python Package Index, which must be reachable.
+# Lists known vulnerabilities of the locked packages. The advisory database of the Python Package Index must be reachable.
 audit: .venv/.audit
 	@.venv/.audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip >.venv/.audit/said 2>&1; code=$$?; \
 	if grep -qi "connection\|max retries\|timed out" .venv/.audit/said; then \
 		echo "audit: skipped, the advisory database can't be reached from here; nothing was checked"; \
 	else cat .venv/.audit/said; exit $$code; fi
 
-# A folder of its own: what audits the packages is none of them.
+# A separate environment, because the auditing tool is not one of the locked packages.
 .venv/.audit: $(INSTALLED)
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip install --quiet 'pip-audit>=2.10,<3'
 
-# The oldest versions that pyproject.toml allows, in an environment of their own.
+# Runs the tests with the oldest versions that pyproject.toml allows, in a separate environment.
 lowest: .venv/.lowest
 	.venv/.lowest/bin/python -m pytest --numprocesses 2
 
@@ -63,15 +63,15 @@ lowest: .venv/.lowest
 	$@/bin/uv pip compile --quiet --resolution lowest-direct --extra dev --output-file $@/requirements.txt pyproject.toml
 	$@/bin/uv pip install --quiet --python $@/bin/python --requirement $@/requirements.txt --editable .
 
-# The licence of each locked package, copyleft ones marked.
+# Lists the licence of each locked package, and marks copyleft licences.
 licences: $(INSTALLED)
 	$(BIN)/python docs/licences.py
 
-# The reference, a page for each package, from the docstrings.
+# Writes the reference from the docstrings, one page for each package.
 docs: $(INSTALLED)
 	$(BIN)/python docs/reference.py
 
-# What `ray job submit` ships to a cluster; docs/cluster.md.
+# Builds the wheel that `ray job submit` copies to a cluster; docs/cluster.md.
 wheel: $(INSTALLED)
 	$(BIN)/muscale wheel dist
 
@@ -80,12 +80,12 @@ $(INSTALLED): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[dev]'
 	touch $@
 
-# The pictures of the report in docs/, of the study that `make study` left.
+# Draws the pictures in docs/ from the report of the study that `make study` trained.
 pictures: $(INSTALLED)
 	$(BIN)/muscale report runs/quickstart/study.toml
 	$(BIN)/python -m tests.pictures runs/quickstart/report.html docs
 
-# Debian packages of the tests; needs root. GitHub's Ubuntu has a Chromium, of which Ubuntu has no package.
+# Installs the Debian packages that the tests need, as root. GitHub's Ubuntu image has Chromium; Ubuntu has no package of it.
 ci-system:
 	apt-get update -qq
 	apt-get install -y -qq --no-install-recommends g++ make postgresql python3-venv

@@ -1,6 +1,7 @@
 """The product's prose is plain English: docstrings begin with a verb or a noun, and dialect words stay out."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("platform", "proxy_models", "scaling", "search_spaces")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+CONFIGURATION = [ROOT / "Makefile", ROOT / "pyproject.toml", *sorted((ROOT / "platform/muscale").glob("*.toml"))]
 FRAGMENT = re.compile(r"(Of|What|Those|That which|Where|As(?! a result))\b")
 DIALECT = re.compile(
     r"\b(beside(?! the point)|heed\w*|owed|furthest|whereabouts|whence|thereof|befall\w*|lest|anew|told"
@@ -40,6 +43,12 @@ def test_the_prose_of_the_product_is_plain_english() -> None:
         found += [f"{path}: {word[0]!r} in {text!r}" for text in prose for word in DIALECT.finditer(text)]
     for page in PAGES:
         found += [f"{page}: {word[0]!r}" for word in DIALECT.finditer(page.read_text())]
+    for path in NOTEBOOKS:
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"]
+        found += [f"{path}: {word[0]!r}" for cell in cells for word in DIALECT.finditer("".join(cell["source"]))]
+    for path in CONFIGURATION:
+        comments = "\n".join(COMMENT.findall(path.read_text()))
+        found += [f"{path}: {word[0]!r}" for word in DIALECT.finditer(comments)]
     assert "\n".join(found) == ""
 
 
