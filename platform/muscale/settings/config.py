@@ -21,7 +21,7 @@ from muscale.settings.own_model import OwnModel, read_record
 from muscale.settings.strict import TableError, build_strictly, collecting, format_errors, lists_to_tuples
 from muscale.settings.tables import StudyTables
 from muscale.settings.toml_file import read_toml
-from muscale.settings.trainer import TrainerSettings, described_member, program_model
+from muscale.settings.trainer import ProgramShape, TrainerSettings, described_member, program_model
 from muscale.settings.variant_models import own_models
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
@@ -110,10 +110,7 @@ class StudyConfig(StudyTables):
 
 def _own_member(table: dict[str, Any], where: str, directory: Path, *, trains: bool) -> tuple[OwnModel, Member]:
     """[model] with a family, and its member: imported, or read from the record."""
-    try:
-        own = OwnModel(**table)
-    except pydantic.ValidationError as error:
-        raise TableError(*format_errors(error, where, OwnModel, separator=".")) from error
+    own = build_strictly(OwnModel, table, where)
     return own, own.imported(where) if trains else read_record(directory, own, where)
 
 
@@ -122,11 +119,12 @@ def _program_member(
 ) -> tuple[OwnModel, Member]:
     """[model] with [trainer], and its member: described by the program, or read from the record."""
     try:
-        own = program_model(TrainerSettings.model_validate(trainer), table, directory)
+        settings = TrainerSettings.model_validate(trainer)
     except pydantic.ValidationError as error:
-        if error.title == TrainerSettings.__name__:  # errors of [trainer] are reported with the other tables
-            raise TableError from error
-        raise TableError(*format_errors(error, f"{where}: model", ("d_model", "n_layers"), separator=".")) from error
+        raise TableError from error  # errors of [trainer] are reported with the other tables
+    shape = build_strictly(ProgramShape, table, f"{where}: model")
+    try:
+        own = program_model(settings, shape, directory)
     except OSError as error:
         raise TableError(f"{where}: trainer.command: {error.filename}: {format_read_error(error)}") from error
     if not trains:

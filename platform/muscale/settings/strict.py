@@ -133,7 +133,12 @@ def require_whole_or_fraction(table: str, settings: BaseModel, names: Sequence[s
 
 
 def build_strictly(build: type[T], table: Mapping[str, Any], where: str) -> T:
-    """Build a library's dataclass from a table, as strictly as the rest of the file; raise TableError with a line for each error."""
+    """Build settings, or as strictly a library's dataclass, from a table; raise TableError with a line for each error."""
+    if issubclass(build, StrictTable):
+        try:
+            return build(**table)
+        except ValidationError as error:
+            raise TableError(*format_errors(error, where, [*build.model_fields], separator=".")) from error
     hints, table, problems = get_type_hints(build), dict(table), list[str]()
     for name, hint in hints.items():
         entry = next((kind for kind in get_args(hint) if dataclasses.is_dataclass(kind)), None)
@@ -150,11 +155,9 @@ def build_strictly(build: type[T], table: Mapping[str, Any], where: str) -> T:
         field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
         for field in dataclasses.fields(build)  # type: ignore[arg-type]
     }
+    valid = build_strictly(pydantic.create_model(build.__name__, __base__=StrictTable, **fields), table, where)
     try:
-        valid = pydantic.create_model(build.__name__, __base__=StrictTable, **fields)(**table)
         # 4 becomes 4.0 for a float, so that equal settings have equal keys.
         return build(**{name: getattr(valid, name) for name in fields})
-    except pydantic.ValidationError as error:
-        raise TableError(*format_errors(error, where, list(fields), separator=".")) from error
     except ValueError as error:
         raise TableError(f"{where}: {error}") from error

@@ -43,21 +43,19 @@ class TrainerSettings(StrictTable):
         return write_own_data(folder, self.data)
 
 
-class _Shape(StrictTable):
+class ProgramShape(StrictTable):
     """[model] of a study with [trainer]: the base shape, in the program's units."""
 
     d_model: PositiveInt
     n_layers: PositiveInt
 
 
-def program_model(settings: TrainerSettings, model: dict[str, object], directory: Path) -> OwnModel:
+def program_model(settings: TrainerSettings, shape: ProgramShape | Member, directory: Path) -> OwnModel:
     """[model] of a study with [trainer], as a family whose only code is the program.
 
     Raises:
-        ValidationError: If [model] has other keys than d_model and n_layers.
         OSError: If a file that the command names can't be read.
     """
-    shape = _Shape(**model)  # type: ignore[arg-type]
     return OwnModel(
         family=qualified_name(Program),
         args={

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pydantic
-
 from muscale.errors import TrainerError
 from muscale.formatting import format_read_error
 from muscale.settings.compare import VariantSettings
 from muscale.settings.own_model import OwnModel
-from muscale.settings.strict import TableError, collecting, format_errors
+from muscale.settings.strict import TableError, build_strictly, collecting
 from muscale.settings.tables import StudyTables
 from muscale.settings.trainer import TrainerSettings, described_member, program_model
 from proxy_models.architecture.member import Member
@@ -46,20 +44,14 @@ def _of_family(own: OwnModel | None, base: Member, variant: VariantSettings, whe
     kept: dict[str, Any] = {}
     if own and variant.model.get("family", own.family) == own.family:
         kept = {"family": own.family, "args": own.args | variant.model.get("args", {})}
-    try:
-        return OwnModel(**{**sizes, **variant.model, **kept}).imported(where)
-    except pydantic.ValidationError as error:
-        raise TableError(*format_errors(error, where, OwnModel, separator=".")) from error
+    return build_strictly(OwnModel, {**sizes, **variant.model, **kept}, where).imported(where)
 
 
 def _of_program(base: TrainerSettings, shape: Member, variant: VariantSettings, where: str, directory: Path) -> Member:
     """The study's [trainer] with the variant's keys."""
+    settings = build_strictly(TrainerSettings, {**base.model_dump(), **variant.trainer}, where)
     try:
-        settings = TrainerSettings(**{**base.model_dump(), **variant.trainer})
-    except pydantic.ValidationError as error:
-        raise TableError(*format_errors(error, where, TrainerSettings, separator=".")) from error
-    try:
-        own = program_model(settings, {"d_model": shape.d_model, "n_layers": shape.n_layers}, directory)
+        own = program_model(settings, shape, directory)
         return described_member(own, directory)
     except OSError as error:
         raise TableError(f"{where}.command: {error.filename}: {format_read_error(error)}") from error
