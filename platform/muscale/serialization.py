@@ -28,12 +28,7 @@ def dotted(tree: Mapping[str, Any], place: str = "") -> dict[str, Any]:
 
 def _has_own(kind: Any) -> bool:
     """Whether a class of another package converts itself."""
-    return (
-        isinstance(kind, type)
-        and not issubclass(kind, Recorded)
-        and hasattr(kind, "to_dict")
-        and hasattr(kind, "from_dict")
-    )
+    return isinstance(kind, type) and hasattr(kind, "from_dict") and not issubclass(kind, Recorded)
 
 
 converter.register_unstructure_hook_func(_has_own, lambda value: value.to_dict())

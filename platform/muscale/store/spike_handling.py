@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from muscale import json_lines
 from muscale.settings.promote import SpikePolicy
+from proxy_models.serialization import Serializable
 
 INCIDENTS = "incidents.jsonl"  # file in a run's directory
 
@@ -17,7 +18,7 @@ Action = Literal["skip", "rollback", "restart"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Incident:
+class Incident(Serializable):
     """One event of a run.
 
     Attributes:
@@ -33,12 +34,6 @@ class Incident:
     left_out: tuple[int, int] | None = None
     back_to: int | None = None
     at: str
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild an incident from the values of `asdict`, read from JSON."""
-        left_out = values.get("left_out")
-        return cls(**{**values, "left_out": tuple(left_out) if left_out else None})
 
     def __str__(self) -> str:
         went = f", back to {self.back_to:,} tokens" if self.back_to is not None else ""
@@ -82,7 +77,7 @@ def read_incidents(directory: Path) -> list[Incident]:
 
 def record_incident(directory: Path, incident: Incident) -> None:
     """Append an incident to the run's record."""
-    json_lines.append(directory / INCIDENTS, asdict(incident))
+    json_lines.append(directory / INCIDENTS, incident.to_dict())
 
 
 def utc_now() -> str:

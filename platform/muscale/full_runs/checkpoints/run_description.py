@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -13,12 +13,13 @@ from muscale.full_runs.full_run import FullRun
 from muscale.layout import RUN
 from proxy_models.architecture.parametrization import ForwardMultipliers
 from proxy_models.files import atomic_write
+from proxy_models.serialization import Serializable
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import multipliers_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunDescription:
+class RunDescription(Serializable):
     """The model of a run, and its held-out text.
 
     Attributes:
@@ -49,29 +50,17 @@ class RunDescription:
 
     def write(self, directory: Path) -> None:
         """Write the description atomically to a run's directory."""
-        values = {
-            "numerics": self.numerics.to_dict(),
-            "multipliers": asdict(self.multipliers),
-            "corpus": os.path.relpath(self.corpus.resolve(), directory.resolve()),
-            "n_tokens": self.n_tokens,
-            "position": self.position,
-        }
+        corpus = Path(os.path.relpath(self.corpus.resolve(), directory.resolve()))
         with atomic_write(directory / RUN) as unfinished:
-            unfinished.write_text(json.dumps(values, indent=1))
+            unfinished.write_text(json.dumps(replace(self, corpus=corpus).to_dict(), indent=1))
 
     @classmethod
     def read(cls, directory: Path) -> Self:
         """Read the description from a run's directory; raise StageError if the directory has no description, or it can't be read."""
         path = directory / RUN
         try:
-            values = json.loads(path.read_text())
-            return cls(
-                numerics=Numerics.from_dict(values["numerics"]),
-                multipliers=ForwardMultipliers(**values["multipliers"]),
-                corpus=(directory / values["corpus"]).resolve(),
-                n_tokens=int(values["n_tokens"]),
-                position=int(values.get("position", 0)),
-            )
+            found = cls.from_dict(json.loads(path.read_text()))
+            return replace(found, corpus=(directory / found.corpus).resolve())
         except FileNotFoundError as error:
             raise StageError(f"{path}: no such file; a full run writes it to its directory when it starts") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:

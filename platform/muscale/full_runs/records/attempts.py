@@ -9,7 +9,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,7 +89,7 @@ class Attempt:
             "seconds": last["seconds"],
             **facts,
             "goodput": goodput.measure(self.directory, blocked_at_end=blocked).to_dict(),
-            "incidents": [asdict(incident) for incident in read_incidents(self.directory)],
+            "incidents": [incident.to_dict() for incident in read_incidents(self.directory)],
         }
         with atomic_write(self.directory / RESULT) as unfinished:
             unfinished.write_text(json.dumps(result))
