@@ -329,6 +329,7 @@ def test_another_source_wants_another_directory(own_study: Path) -> None:
         ("d_model = 32", "d_model = 32\nargs = { vocab_size = 1 }", "model.args.vocab_size: "),
         ("d_model = 32", "d_model = 32\nhead_dim = 16", "model.head_dim: unknown key"),
         ("[promote]", "[promote]\ntensor_parallel = 2", "promote.tensor_parallel must be 1"),
+        ("[promote]", "[variants.v.model]\nargs = 3\n\n[promote]", "variants.v.model.args: "),
     ],
 )
 def test_each_fault_is_named(own_study: Path, old: str, new: str, message: str) -> None:

@@ -43,7 +43,8 @@ def _of_family(own: OwnModel | None, base: Member, variant: VariantSettings, whe
     sizes = {key: getattr(base, key) for key in ("d_model", "n_layers", "vocab_size", "context_length")}
     kept: dict[str, Any] = {}
     if own and variant.model.get("family", own.family) == own.family:
-        kept = {"family": own.family, "args": own.args | variant.model.get("args", {})}
+        args = variant.model.get("args", {})
+        kept = {"family": own.family, "args": own.args | args if isinstance(args, dict) else args}
     return build_strictly(OwnModel, {**sizes, **variant.model, **kept}, where).imported(where)
 
 
