@@ -13,21 +13,11 @@ from typing import NamedTuple
 
 from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import FP32, MOMENTS, Checkpointing, Precision, rotated_numbers
+from proxy_models.architecture.memory import FP32, MOMENTS, Checkpointing, Precision, fullest, rotated_numbers
 
 _INT64 = 8
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 LARGEST_FLASH_HEAD = 256
-
-
-def fullest(ranks: int) -> float:
-    """Return the rows of the fullest of the ranks that share out experts, over the mean.
-
-    Fitted by eye to short trainings here with the balancing bias at its default, after their first quarter: of 2, 4 and 8 ranks, the
-    fullest of a block had on average 1.1 to 1.3, 1.2 to 1.6 and 1.4 to 2.2 times the mean, and in the worst step 1.2 to 1.35, 1.4 to
-    1.7 and 1.5 to 2.2 times over all blocks (tests/benchmarks/RESULTS.md). Long trainings are balanced better.
-    """
-    return float(ranks ** (1 / 3))
 
 
 class Buffers(NamedTuple):

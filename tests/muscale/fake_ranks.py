@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from proxy_models.architecture.decoder_part import fullest
+from proxy_models.architecture.memory import fullest
 from proxy_models.architecture.shared_experts import ExpertShare
 
 

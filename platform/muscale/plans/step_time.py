@@ -30,10 +30,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from muscale.settings.parallelism import Parallelism, RankGrid
-from proxy_models.architecture.decoder_part import fullest
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import ExpertSizes, Member, StepSizes
-from proxy_models.architecture.memory import Precision
+from proxy_models.architecture.memory import Precision, fullest
 from proxy_models.architecture.pipeline_counts import PipelineShare, blocks_of_ranks, has_last_stage, idle_seconds
 from scaling import Accelerator, accelerator
 

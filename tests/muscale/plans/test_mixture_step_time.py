@@ -12,8 +12,7 @@ import torch
 from muscale.plans.step_time import LINK_SHARE, LINKS, StepTime
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.decoder import training_loss
-from proxy_models.architecture.decoder_part import fullest
-from proxy_models.architecture.memory import Checkpointing
+from proxy_models.architecture.memory import Checkpointing, fullest
 from proxy_models.training.fsdp import between_parts
 from tests.gpu_free.cases import SHAPES
 from tests.muscale.collectives import Collectives

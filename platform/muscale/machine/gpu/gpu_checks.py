@@ -30,10 +30,10 @@ from muscale.machine.gpu.training import Case, Device, Measurement, measure
 from muscale.plans.step_time import StepTime
 from muscale.secrets import redacted
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.decoder_memory import training_memory
 from proxy_models.architecture.memory import MEMORY_SHARE, Precision, largest_micro_batch
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import EMBEDDED
+from proxy_models.training.traced_memory import estimated_memory
 
 LOSS_TOLERANCE: dict[Precision, float] = {"fp32": 1e-3, "bf16": 2e-2}
 """Largest relative difference of a step's loss from the CPU's in fp32: from the order of sums; in bf16 from the tests' runs."""
@@ -118,7 +118,7 @@ def small_case(name: str, device: Device, ranks: int, precision: Precision) -> C
 def large_case(ranks: int) -> Case:
     """350M parameters, with the largest micro-batch that the estimate allows."""
     memory = min(torch.cuda.get_device_properties(n).total_memory for n in range(ranks))
-    estimate = partial(training_memory, GPT_350M, precision="bf16", sharding="full", world_size=ranks)
+    estimate = partial(estimated_memory, GPT_350M, precision="bf16", sharding="full", world_size=ranks)
     fitting = largest_micro_batch(estimate, _SEQUENCES, limit=int(MEMORY_SHARE * memory))
     return Case(
         name=f"speed-{ranks}",

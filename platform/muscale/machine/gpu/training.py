@@ -25,14 +25,13 @@ from muscale.full_runs.full_run import FullRun
 from muscale.layout import METRICS, PROFILE
 from muscale.machine.gpu.traces import StepTrace
 from muscale.settings.parallelism import Parallelism
-from proxy_models.architecture.config import as_decoder
-from proxy_models.architecture.decoder_memory import training_memory
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing, MemoryEstimate, Precision
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
+from proxy_models.training.traced_memory import estimated_memory
 
 Device = Literal["cuda", "cpu"]
 WARM_STEPS = 4
@@ -80,8 +79,8 @@ class Case:
     @property
     def estimate(self) -> MemoryEstimate:
         """Estimated memory of each device."""
-        return training_memory(
-            as_decoder(self.model),
+        return estimated_memory(
+            self.model,
             micro_batch=self.micro_batch,
             precision=self.precision,
             sharding=self.parallelism.sharding,
