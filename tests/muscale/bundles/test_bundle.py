@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from muscale import weights_folder
@@ -512,6 +512,24 @@ def test_a_corpus_of_tokens_has_no_tokenizer_to_generate_with(copied: Path) -> N
     assert bundle.tokenizer() is None
     with pytest.raises(BundleError, match="no tokenizer to write text with"):
         bundle.generate("ab", 5)
+
+
+def test_a_study_starts_from_the_first_of_a_bundle_s_learned_positions(
+    case: Case, copied: Path, make_study: Callable[[], Path], tmp_path: Path
+) -> None:
+    learned = replace(as_decoder(Bundle.open(copied).numerics.model), positions="learned")
+    weights = {name: tensor.data for name, tensor in Decoder(learned).named_parameters()}
+    values = json.loads((copied / parts.MODEL).read_text())
+    values["numerics"] |= {"model": learned.to_dict(), "base": learned.to_dict()}
+    tamper(copied, parts.MODEL, json.dumps(values).encode())
+    tamper(copied, parts.WEIGHTS, save(weights))
+    config = StudyConfig.read(make_study()).model_copy(update={"initial_weights": str(copied)})
+    of_length = {n: config.model_copy(update={"model": replace(learned, context_length=n)}) for n in (16, 64)}
+    weights_folder.store(of_length[16], tmp_path, case.run.corpus, is_begun=False)
+    (stored,) = (tmp_path / INITIAL_WEIGHTS).glob("*.safetensors")
+    assert load_file(stored)["position.weight"].equal(weights["position.weight"][:16])
+    with pytest.raises(StageError, match="64"):
+        weights_folder.check(of_length[64], tmp_path / "elsewhere")
 
 
 def test_a_study_starts_from_a_bundle_s_function(
