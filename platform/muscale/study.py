@@ -834,7 +834,7 @@ class Study(Result):
     def _dry_run(self, plan: Plan, config: StudyConfig, check: CoordinateCheck | None) -> DryRun:
         from muscale.full_runs.promote.dry_run import dry_run
 
-        if isinstance(plan.model, ModuleConfig):
+        if plan.model.is_custom:
             self._display.line(f"tracing the memory of {plan.model}")
         leaks = known_leaks(config, self.ledger, self.corpus)
         seen = dry_run(

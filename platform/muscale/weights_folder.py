@@ -20,9 +20,10 @@ from muscale.bundles.bundle import MODEL, Bundle
 from muscale.errors import BundleError, StageError
 from muscale.layout import INITIAL_WEIGHTS
 from muscale.settings.config import StudyConfig
-from proxy_models.architecture.config import DROPPED, ModelConfig
+from muscale.settings.plan import REGULARIZERS
 from proxy_models.architecture.families import family_of, is_imported, weight_shapes
 from proxy_models.architecture.given_weights import GivenWeights, GivenWeightsError, read_weights
+from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.hugging_face import same_tokenizer
 from proxy_models.data.sources import CorpusError, at_home
@@ -34,7 +35,7 @@ from proxy_models.training.numerics import WEIGHTS_MANIFEST
 _TOKENIZER = "tokenizer.json"
 _LISTED = 5  # settings that an error lists
 _OF_TRAINING = (
-    *("context_length", "document_separator", "label_smoothing", "z_loss", *DROPPED),
+    *("context_length", "document_separator", *REGULARIZERS),
     *("balance_rate", "balance_loss", "router_z_loss"),
 )
 """Settings of [model] that may differ from a bundle's: they change how a model is trained or read, not what its weights are."""
@@ -115,31 +116,33 @@ def _read(config: StudyConfig, directory: Path) -> GivenWeights:
 def _of_bundle(bundle: Bundle, config: StudyConfig) -> GivenWeights:
     """Return the weights of a bundle with its multipliers absorbed."""
     theirs, model = bundle.numerics.model, config.model
-    if odd := [*islice(_differences(theirs.to_dict(), model.to_dict()), _LISTED)]:
+    if odd := [*islice(_differences(theirs.to_dict(), model), _LISTED)]:
         raise GivenWeightsError(f"{bundle.path / MODEL}: {'; '.join(odd)}")
     weights, shapes = bundle.weights(), weight_shapes(theirs)
-    if isinstance(model, ModelConfig) and model.positions == "learned":
-        rows = shapes["position.weight"].shape[0]
-        if rows < model.context_length:
+    # Only tables of learned positions differ, since the settings that the models share determine all other shapes.
+    tables = {name: len(shape) for name, shape in weight_shapes(model).items() if shape.shape != shapes[name].shape}
+    for name, n_rows in tables.items():
+        if (rows := len(shapes[name])) < n_rows:
             raise GivenWeightsError(
-                f"{bundle.path}: has {rows} learned positions, fewer than model.context_length = {model.context_length}"
+                f"{bundle.path}: has {rows} learned positions, fewer than model.context_length = {n_rows}"
             )
-        shapes = {**shapes, "position.weight": shapes["position.weight"][: model.context_length]}
+        shapes[name] = shapes[name][:n_rows]
     try:
         factors = family_of(model).absorbed(model, bundle.multipliers)
     except ValueError as error:
         raise GivenWeightsError(f"{bundle.path}: {error}") from error
 
     def read(name: str) -> Tensor:
-        tensor = weights[name][: len(shapes[name])] if name == "position.weight" else weights[name]
+        tensor = weights[name][: tables[name]] if name in tables else weights[name]
         return tensor * factors.get(name, 1.0)
 
     return GivenWeights(shapes=shapes, read=read, layout="bundle")
 
 
-def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+def _differences(theirs: Mapping[str, Any], model: Member) -> Iterator[str]:
     """Yield the settings of the model that a bundle and the study must share and do not; a setting left out has its default."""
-    defaults = {} if "family" in ours else {field.name: field.default for field in fields(ModelConfig)}
+    ours = model.to_dict()
+    defaults = {} if model.is_custom else {field.name: field.default for field in fields(model)}
     for name in {**theirs, **ours}:
         there, here = theirs.get(name, defaults.get(name)), ours.get(name, defaults.get(name))
         if name not in _OF_TRAINING and there != here:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Self, get_args
 
 from cattrs.gen import make_dict_unstructure_fn, override
 
-from proxy_models.architecture.member import Member, ModuleConfig
+from proxy_models.architecture.member import DROPPED, Member, ModuleConfig
 from proxy_models.serialization import converter
 
-DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth")
-"""Fields that are probabilities of being dropped in a training step."""
 Activation = Literal["swiglu", "gelu", "gelu_tanh", "relu", "relu2"]
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rotary", "learned", "alibi", "none"]
@@ -244,17 +242,31 @@ class ModelConfig(Member):
             return hidden is not None
         return hidden is not None and of_expert is not None and not (width % ROW_ENTRIES or of_expert % ROW_ENTRIES)
 
-    def expert_sizes(self, base: ModelConfig) -> dict[ExpertAxis, float]:
+    @property
+    def expert_fields(self) -> Mapping[str, float]:
+        """Values of a mixture's experts, with the default of `expert_ratio` resolved."""
+        if not self.n_experts:
+            return {}
+        return {
+            "n_experts": self.n_experts,
+            "experts_per_token": self.experts_per_token,
+            "expert_ratio": self._expert_ratio,
+            "n_shared_experts": self.n_shared_experts,
+        }
+
+    def expert_sizes(self, base: Member) -> dict[str, float]:
         """Return the sizes of this mixture along the axes of `along`, at whose base the others are held.
 
-        Every mixture has one size along each: "experts" counts them at the base's share, size and so on.
+        Every mixture has one size along each: "experts" counts them at the base's share, size and so on. Other models have none.
         """
+        if not (isinstance(base, ModelConfig) and self.n_experts and base.n_experts):
+            return {}
         finer = base._expert_ratio / self._expert_ratio
         passed = self.experts_per_token / base.experts_per_token
         return {
-            "experts": (base.n_experts or 1) * passed / finer,
+            "experts": base.n_experts * passed / finer,
             "granularity": self.granularity,
-            "sparsity": (self.n_experts or 1) / self.experts_per_token,
+            "sparsity": self.n_experts / self.experts_per_token,
         }
 
     def along(self, axis: ExpertAxis, size: float) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from proxy_models.architecture.attention import Kernel
 
 NATS = "nats per token"
+DROPPED = ("attention_dropout", "mlp_dropout", "embedding_dropout", "stochastic_depth")
+"""Fields of a member, if it has them, that are probabilities of being dropped in a training step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,20 @@ class Member(Serializable, ABC):
     def sparsity(self) -> float:
         """Total over active parameters, both without those that are only looked up, as a law of experts has it; 1 if dense."""
         return (self.n_params + self.n_inactive_params) / self.n_params
+
+    @property
+    def expert_fields(self) -> Mapping[str, float]:
+        """Values of a mixture's experts by the names in `CARRIED_EXPERTS`; empty for other models."""
+        return {}
+
+    def expert_sizes(self, base: Member) -> dict[str, float]:
+        """Return the sizes of a mixture along each axis of experts, at whose base the others are held; empty for other models."""
+        return {}
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether building the member imports its family and so runs the family's code; False for the built-in decoder."""
+        return False
 
     @property
     def shown_params(self) -> str:
@@ -195,6 +211,10 @@ class ModuleConfig(Member):
 
     def __str__(self) -> str:
         return f"width {self.d_model}, depth {self.n_layers} of {self.family}"
+
+    @property
+    def is_custom(self) -> bool:
+        return True
 
     @property
     def n_params(self) -> int:

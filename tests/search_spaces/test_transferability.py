@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from proxy_models.architecture.config import DROPPED
+from proxy_models.architecture.member import DROPPED
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import TRANSFERABILITY, Axis, SpaceError, Transferability, TransferClass, transferability
 

@@ -33,13 +33,13 @@ from torch import nn
 
 from muscale.bundles.bundle_files import Verification, verify
 from muscale.errors import BundleError
-from muscale.settings.own_model import announce
+from muscale.settings.own_model import announce_family
 from proxy_models.architecture.causal_lm import CausalLM
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
 from proxy_models.architecture.families import import_family, weight_shapes, with_weights
-from proxy_models.architecture.llama import NotLlamaError, write_llama
-from proxy_models.architecture.member import ModuleConfig
+from proxy_models.architecture.llama import NotLlamaError, export_errors, write_llama
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.architecture.pretrained import NotFoldableError, write_pretrained
 from proxy_models.data.kept_tokenizer import kept_tokenizer
@@ -150,12 +150,12 @@ class Bundle(Result):
         Raises:
             BundleError: As `decoder`; if the family can't be imported, or its source differs.
         """
-        if isinstance(member := self.numerics.model, ModuleConfig):
-            announce(member.family)
-            try:
-                import_family(member)
-            except ValueError as error:
-                raise BundleError(f"{self.path}: {error}; its source is in {self.path / FAMILY_FOLDER}") from error
+        member = self.numerics.model
+        announce_family(member)
+        try:
+            import_family(member)
+        except ValueError as error:
+            raise BundleError(f"{self.path}: {error}; its source is in {self.path / FAMILY_FOLDER}") from error
         model = with_weights(member, self.weights(averaged=averaged))
         set_multipliers(model, self.multipliers)
         return model.eval()
@@ -216,7 +216,7 @@ class Bundle(Result):
 
     def _write_pretrained(self, folder: Path, card: str, averaged: bool) -> None:
         member = self.numerics.model
-        if not isinstance(member, ModuleConfig):
+        if not member.is_custom:
             raise BundleError(f"{self.path}: the built-in decoder has no class in transformers; export it to llama")
         model = self.module(averaged=averaged)
         if not isinstance(model, CausalLM):
@@ -285,7 +285,7 @@ class Bundle(Result):
 
     def _decoder_weights(self, averaged: bool) -> tuple[ModelConfig, TensorFiles]:
         """The configuration of the built-in decoder, and the weights."""
-        if isinstance(model := self.numerics.model, ModuleConfig):
+        if (model := self.numerics.model).is_custom:
             raise BundleError(
                 f"{self.path}: the model must be the built-in decoder, got {model}; `Bundle.module()` imports that family, and so "
                 "runs its code, as does `export --to transformers` of a class of transformers"
@@ -321,6 +321,11 @@ class Bundle(Result):
             raise BundleError(f"{path}: {missing}") from error
         except ValueError as error:
             raise BundleError(str(error)) from error
+
+
+def llama_errors(member: Member) -> list[str]:
+    """Return the settings that the layout "llama" can't hold; none of a custom member, which has no export to that layout."""
+    return [] if member.is_custom else export_errors(as_decoder(member))
 
 
 def load_bundle(path: str | Path, *, averaged: bool = False) -> Decoder:

@@ -29,7 +29,6 @@ from muscale.full_runs.checkpoints.stored_weights import MEMORY, MODEL, MOMENTS,
 from muscale.layout import EVALUATIONS, METRICS, RESULT
 from muscale.store.lineage import Chain
 from proxy_models.architecture.families import family_of, is_imported, weight_shapes, with_weights
-from proxy_models.architecture.member import ModuleConfig
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.kept_tokenizer import TOKENIZER, TOKENIZER_MANIFEST
@@ -256,7 +255,7 @@ def _write_environment(run: FinishedRun, folder: Path) -> None:
 
 def _write_source(run: FinishedRun, folder: Path) -> None:
     """Write the files that define a custom model's family, as data; readers of a bundle never import them."""
-    if isinstance(model := run.chain.numerics.model, ModuleConfig):
+    if (model := run.chain.numerics.model).is_custom:
         for name, content in type(family_of(model)).source().items():
             path = folder / parts.FAMILY_FOLDER / name
             path.parent.mkdir(parents=True, exist_ok=True)

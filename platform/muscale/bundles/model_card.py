@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from muscale.bundles.bundle import llama_errors
 from muscale.plans.plan import format_value
-from proxy_models.architecture.config import as_decoder
-from proxy_models.architecture.llama import export_errors
-from proxy_models.architecture.member import ModuleConfig
 from proxy_models.data.kept_tokenizer import kept_name
 from proxy_models.data.token_files import STATED
 
@@ -94,8 +92,9 @@ def _render(template: str, *, numerics: Numerics, **values: Any) -> str:
     files = resources.files("muscale.bundles")
     text = "".join((files / name).read_text(encoding="utf-8") for name in (template, "card_use.md.jinja"))
     model = numerics.model
-    of_export = [] if isinstance(model, ModuleConfig) else export_errors(as_decoder(model))
-    return environment.from_string(text).render(numerics=numerics, model=model, export_errors=of_export, **values)
+    return environment.from_string(text).render(
+        numerics=numerics, model=model, export_errors=llama_errors(model), **values
+    )
 
 
 def _line(value: object) -> str:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
-from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.member import Member
-from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from scaling import AxisLaw
 
 AxisLaws: TypeAlias = Mapping[str, AxisLaw | str]
@@ -32,23 +30,15 @@ class AxisChange:
 
 def axis_changes(full: Member, proxies: Member) -> tuple[AxisChange, ...]:
     """Return the axes along which a mixture differs from its proxies; none for other models."""
-    if not (
-        isinstance(full, ModelConfig) and isinstance(proxies, ModelConfig) and full.n_experts and proxies.n_experts
-    ):
-        return ()
     sizes, before = full.expert_sizes(proxies), proxies.expert_sizes(proxies)
     found = (AxisChange(axis=axis, full=size, proxies=before[axis]) for axis, size in sizes.items())
     return tuple(change for change in found if not math.isclose(change.full, change.proxies, rel_tol=1e-9))
 
 
-def experts_text(full: ModelConfig, proxies: ModelConfig) -> str:
+def experts_text(full: Member, proxies: Member) -> str:
     """Return the fields of the full run's experts, each with that of its proxies."""
-    sizes = [
-        (model.n_experts, model.experts_per_token, model.mlp_ratio / model.granularity, model.n_shared_experts)
-        for model in (full, proxies)
-    ]
-    named = zip(CARRIED_EXPERTS, *sizes, strict=True)
-    return ", ".join(f"{name} {own:g} ({before:g} in proxies)" for name, own, before in named)
+    before = proxies.expert_fields
+    return ", ".join(f"{name} {own:g} ({before[name]:g} in proxies)" for name, own in full.expert_fields.items())
 
 
 def rate_factor(model: Member, proxies: Member, laws: AxisLaws) -> float:

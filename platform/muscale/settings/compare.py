@@ -14,7 +14,7 @@ from muscale.settings.fixed_values import BY_TENSORS, unfit_values
 from muscale.settings.plan import Stem
 from muscale.settings.strict import StrictTable, TableError, build_strictly, format_errors
 from proxy_models.architecture.families import ModelFamily
-from proxy_models.architecture.member import Member, ModuleConfig
+from proxy_models.architecture.member import Member
 from proxy_models.data.tokenizer import MIN_TRAINED_VOCAB
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
@@ -40,7 +40,7 @@ class VariantSettings(StrictTable):
 
     def is_own(self, base: Member) -> bool:
         """Whether the variant's model is a family to import or a program to run, other than the study's model unchanged."""
-        return bool(self.trainer) or "family" in self.model or (bool(self.model) and isinstance(base, ModuleConfig))
+        return bool(self.trainer) or "family" in self.model or (bool(self.model) and base.is_custom)
 
     def model_of(self, base: Member) -> Member:
         """The variant's model at the base shape: a changed decoder, or the study's model."""

@@ -131,6 +131,12 @@ def announce(name: str) -> None:
     sys.stderr.flush()
 
 
+def announce_family(member: Member) -> None:
+    """`announce` the family of a custom member."""
+    if isinstance(member, ModuleConfig):
+        announce(member.family)
+
+
 def _file_of(name: str) -> str:
     """Find the file of a family without importing any package that contains it."""
     first, *inner = name.partition(":")[0].split(".")

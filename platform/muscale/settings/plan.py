@@ -10,8 +10,8 @@ import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.settings.strict import StrictTable, rule_of
-from proxy_models.architecture.config import DROPPED
 from proxy_models.architecture.families import M, ModelFamily
+from proxy_models.architecture.member import DROPPED
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from scaling import Accelerator, Budget, accelerator

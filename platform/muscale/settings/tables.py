@@ -23,7 +23,7 @@ from muscale.settings.trainer import TrainerSettings
 from muscale.settings.transfer import TransferSettings
 from muscale.settings.use_case import UseCaseSettings
 from proxy_models.architecture.families import ModelFamily
-from proxy_models.architecture.member import Member, ModuleConfig
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Precision
 from proxy_models.architecture.parametrization import DecayScaling, Scheme
 from proxy_models.data.corpus import Corpus
@@ -228,7 +228,7 @@ class StudyTables(StrictTable):
     @property
     def can_generate(self) -> bool:
         """Whether `muscale generate` can build the study's models; a custom family would run code that a bundle names."""
-        return not isinstance(self.model, ModuleConfig)
+        return not self.model.is_custom
 
     @property
     def batches(self) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ def test_a_run_with_other_experts_needs_the_verdict_of_each_axis_or_its_law(
     line = experts_line(
         axis_changes(model, changes_of),
         verdict,
-        experts=experts_text(model, as_decoder(changes_of)),
+        experts=experts_text(model, changes_of),
         rule=plan.rules["learning_rate"],
     )
     assert (line.status == "passed") == passes
@@ -162,7 +162,7 @@ def test_a_plan_whose_rate_other_grids_moved_or_kept_does_not_pass(make_study: M
     for made_from in verdicts:
         plan = planned(config, made_from)
         model, changes = as_decoder(plan.model), axis_changes(plan.model, config.model)
-        experts, rule = experts_text(model, as_decoder(config.model)), plan.rules["learning_rate"]
+        experts, rule = experts_text(model, config.model), plan.rules["learning_rate"]
         assert "n_experts 8 (8 in proxies), experts_per_token 4 (2 in proxies), expert_ratio 1 " in experts
         for judged in verdicts:
             along_experts = tuple(change for change in changes if change.axis == "experts")

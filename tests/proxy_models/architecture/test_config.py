@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from proxy_models.architecture.config import (
-    DROPPED,
     Activation,
     ExpertScheme,
     ModelConfig,
@@ -22,6 +21,7 @@ from proxy_models.architecture.config import (
 )
 from proxy_models.architecture.decoder import Decoder, next_token_loss
 from proxy_models.architecture.families import ModelFamily
+from proxy_models.architecture.member import DROPPED
 from proxy_models.architecture.parametrization import parametrize
 
 

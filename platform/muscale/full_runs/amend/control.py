@@ -28,7 +28,7 @@ from muscale.full_runs.records.run_records import RunRecords
 from muscale.layout import CONTROL, METRICS
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
-from proxy_models.architecture.config import DROPPED
+from muscale.settings.plan import REGULARIZERS
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.continued import amended
 
@@ -37,7 +37,7 @@ LEVEL = 0.95
 _MOST_BLOCKS = 6
 """Longer blocks contain more of the autocorrelation. Simulated over 200 pairs, 95 % intervals then contain the mean in 95, 93 and 87 %
 of cases if neighbours correlate by .5, .8 and .95; with √n blocks it is 94, 90 and 70 %."""
-_IN_TRAINING_LOSS = (*DROPPED, "label_smoothing", "z_loss", "balance_loss", "router_z_loss")
+_IN_TRAINING_LOSS = (*REGULARIZERS, "balance_loss", "router_z_loss")
 
 
 @dataclass(frozen=True, kw_only=True)

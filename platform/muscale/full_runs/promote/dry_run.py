@@ -46,7 +46,6 @@ from muscale.plans.step_time import StepTime
 from muscale.proxies.expert_axes import NO_LAWS, AxisLaws, axis_changes, experts_text
 from muscale.proxies.ladder import ladder_models
 from muscale.settings.config import StudyConfig
-from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import MemoryEstimate
@@ -241,7 +240,7 @@ def _experts(plan: Plan, config: StudyConfig, verdict: Verdict, ladder_laws: Axi
     of_run = axis_changes(plan.model, config.model)
     of_ladder = {change: None for model in ladder_models(config) for change in axis_changes(model, config.model)}
     if of_run or of_ladder:
-        experts = experts_text(as_decoder(plan.model), as_decoder(config.model))
+        experts = experts_text(plan.model, config.model)
         rule = plan.rules["learning_rate"]
         yield experts_line(
             of_run, verdict, experts=experts, rule=rule, of_ladder=tuple(of_ladder), ladder_laws=ladder_laws

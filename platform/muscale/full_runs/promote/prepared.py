@@ -25,11 +25,11 @@ from muscale.layout import COLLECTIVES, CORPUS, FAILURE, LEDGER, LEDGER_PLACE
 from muscale.plans.plan import Plan
 from muscale.serialization import Recorded
 from muscale.settings.config import StudyConfig
-from muscale.settings.own_model import announce, read_record
+from muscale.settings.own_model import announce_family, read_record
 from muscale.settings.strict import short_repr
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.open_ledger import open_ledger
-from proxy_models.architecture.member import Member, ModuleConfig
+from proxy_models.architecture.member import Member
 from proxy_models.files import atomic_write
 from proxy_models.training.numerics import Numerics
 
@@ -117,7 +117,7 @@ def _read(path: Path) -> tuple[StudyConfig, FullRun]:
 def _config(values: dict[str, Any], model: Member, path: Path) -> StudyConfig:
     """The settings; with a custom family the model comes from the numerics, and other members from the study's record."""
     where = f"{path}: config"
-    if isinstance(model, ModuleConfig):
+    if model.is_custom:
         read_record(path.resolve().parents[2], None, where)
         values = values | {"model": Member.from_dict(values["model"])}
     return StudyConfig.from_dict(values, where=where)
@@ -151,8 +151,7 @@ def train_here(path: Path) -> dict[str, Any]:
         PreemptedError: If the run was preempted; its state is saved.
     """
     config, run = _read(path)  # before the slow imports
-    if isinstance(model := run.numerics.model, ModuleConfig):
-        announce(model.family)
+    announce_family(run.numerics.model)
     from muscale.full_runs.distributed import adopt_slurm, broadcast_from_rank0, process_group, rank, rank_device
     from muscale.full_runs.records.attempts import keep_failure
     from muscale.full_runs.train.attempt import train
