@@ -114,7 +114,7 @@ class SweepBudget:
         """Tokens of the branches due from a rung: of the trials that advanced, with `more` further ones, and of the best trials."""
         if rung < 0:
             return 0
-        arrived, gone = len(record.ranking(rung)), record.n_advanced.get(rung, 0) + more
+        arrived, gone = len(record.ranking(rung)), record.n_advanced[rung] + more
         return min(arrived, gone + self.top_k) * self.branch_tokens[rung]
 
     def _in_flight(self, record: Record, ending: Iterable[int]) -> int:

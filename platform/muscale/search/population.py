@@ -47,7 +47,6 @@ class Population(PreferenceScheduler):
     def moves(self, record: Record, *, may_start: bool) -> Iterator[Start | Advance]:
         """Yield a new member, or a member's next generation; if the budget does not allow it, that of the best member."""
         if may_start:
-            record.settled.clear()  # the new member still has to pass every generation
             yield Start(until=0)
             return
         if (decision := self._next_decision(record)) is not None:
@@ -56,17 +55,18 @@ class Population(PreferenceScheduler):
 
     def _next_decision(self, record: Record) -> Advance | None:
         """The next generation of the first member that has not begun it, once all members have arrived."""
-        for rung in range(self.top):
-            if rung in record.settled:
-                continue
-            generation = _generation(record, rung)
-            if generation is None:
-                return None
-            members, ranking = generation
-            for member in members:
+        of = (record.rounds[-1].first_trial, len(record.configs), len(record.cancelled))
+        known = record.generation if record.generation and record.generation.of == of else None
+        for rung in range(known.rung if known else 0, self.top):
+            if known is None or known.rung < rung:
+                members = members_of(record)
+                if any((member, rung) not in record.results for member in members):
+                    return None
+                ranking = sorted((record.loss(trial, rung), trial) for trial in members)
+                known = record.generation = Generation(of=of, rung=rung, members=members, ranking=ranking)
+            for member in known.members:
                 if (member, rung) not in record.advanced:
-                    return self._decision(record, ranking, member, rung)
-            record.settled.add(rung)
+                    return self._decision(record, known.ranking, member, rung)
         return None
 
     def _decision(self, record: Record, ranking: Sequence[tuple[float, int]], member: int, rung: int) -> Advance | None:
@@ -81,20 +81,6 @@ class Population(PreferenceScheduler):
         config = self.explore.changed(record, member, rung, donor)
         path = (*record.path_towards(donor, rung), (rung + 1, config))
         return Advance(trial=member, until=rung + 1, path=path, donor=donor)
-
-
-def _generation(record: Record, rung: int) -> Generation | None:
-    """The members that have all arrived at a rung, and their ranking; None until then.
-
-    The record caches the generation while the members stay the same, since the decision for each member needs it.
-    """
-    of = (rung, record.rounds[-1].first_trial, len(record.configs), len(record.cancelled))
-    if of not in record.generations:
-        members = members_of(record)
-        if any((member, rung) not in record.results for member in members):
-            return None
-        record.generations = {of: (members, sorted((record.loss(trial, rung), trial) for trial in members))}
-    return record.generations[of]
 
 
 def members_of(record: Record) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +49,19 @@ class Round:
     narrowed: dict[str, Any] | None = None
 
 
-Generation = tuple[list[int], list[tuple[float, int]]]
-"""Members of a population, and (loss, trial) of them at a rung, best first."""
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Members of a population that have all arrived at a rung.
+
+    Attributes:
+        of: First trial of the round, and numbers of trials and of cancelled trials: these determine the members.
+        ranking: (loss, trial) of the members at the rung, best first.
+    """
+
+    of: tuple[int, int, int]
+    rung: int
+    members: list[int]
+    ranking: list[tuple[float, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +93,19 @@ class _Rung:
 
 
 class Record:
-    """Rows of a sweep in memory, read from the ledger once and written through to it."""
+    """Rows of a sweep in memory, read from the ledger once and written through to it.
+
+    A trial is in one of three states:
+
+    - Open: from its start, or the decision to continue it, to its result at the target rung, or at an earlier one without a loss.
+      The rungs before the target are passed. Such a segment of training has one path.
+    - At rest: it has arrived at its last rung, and a scheduler may continue it. It is `waiting` there if it has a loss; a trial
+      that diverged can only continue from another member's state.
+    - Cancelled: no scheduler continues it. Its job ends at the next rung, or later if the request comes as it leaves the rung.
+
+    A trial has advanced from each rung that it passed, and from each rung from which it was continued. A cancelled trial may end
+    at the rung that it passed last, so it counts as advanced from there only if it arrives at the next rung after all.
+    """
 
     def __init__(self, ledger: Ledger, sweep: str) -> None:
         self._ledger, self.sweep = ledger, sweep
@@ -98,17 +122,13 @@ class Record:
         self.failed: dict[tuple[int, int], str] = {}
         self.failed_runs: dict[tuple[int, int, int | None], str] = {}
         self.advanced: set[tuple[int, int]] = set()  # (trial, rung) from which it advanced to another
-        self.n_advanced: dict[int, int] = {}  # by rung
+        self.n_advanced: Counter[int] = Counter()  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all results
         self.events: list[SweepEvent] = []
-        # First trials of brackets, or rungs of generations, that a scheduler found to be over. A cancelled trial, a new round
-        # and a new member may change that.
-        self.settled: set[int] = set()
-        # Members and ranking of a population's latest complete generation, by its rung and membership.
-        self.generations: dict[tuple[int, ...], Generation] = {}
+        self.generation: Generation | None = None  # cached for the population
         self._last: dict[int, int] = {}
-        self._until: dict[int, int] = {}  # rung up to which a trial was begun or continued last, cancelled or not
-        self._turns: dict[int, list[tuple[int, ConfigHistory]]] = {}
+        # (first rung, path) of each trial's start and of every decision to continue it.
+        self._segments: dict[int, list[tuple[int, ConfigHistory]]] = {}
         self._rungs: dict[int, _Rung] = {}
         for row in failures:
             if row["payload"]["sweep"] == sweep:
@@ -127,12 +147,10 @@ class Record:
         for trial, reason in cancelled_trials(self._ledger, self.sweep).items():
             if trial not in self.cancelled and trial in self.configs:
                 self.cancelled[trial] = reason
-                self.settled.clear()
                 last = self.last_rung(trial)
-                # it was to pass this rung, and may end there
-                if trial in self.open and last >= self._turns[trial][-1][0]:
-                    self._retract(trial, last)
-                self.open.pop(trial, None)
+                if self.open.pop(trial, None) is not None and last >= self._segments[trial][-1][0]:
+                    self.advanced.discard((trial, last))  # it was to pass this rung, and may end there
+                    self.n_advanced[last] -= 1
                 for rung in [*self._rungs]:
                     self._waits_no_more(trial, rung)
 
@@ -141,7 +159,6 @@ class Record:
         row = {"first_trial": len(self.configs), "searcher": searcher, "space": space.to_dict(), "narrowed": narrowed}
         self._ledger.insert(rounds, sweep=self.sweep, round=len(self.rounds), **row)
         self.rounds.append(self._round(row))
-        self.settled.clear()  # complete generations belonged to the previous round
 
     def round_of(self, trial: int) -> int:
         """Number of the round that a trial belongs to."""
@@ -193,7 +210,7 @@ class Record:
 
     def path_towards(self, trial: int, rung: int) -> ConfigHistory:
         """The path on which a trial trained towards a rung."""
-        return next(path for first, path in reversed(self._turns[trial]) if first <= rung)
+        return next(path for first, path in reversed(self._segments[trial]) if first <= rung)
 
     def config_at(self, trial: int, rung: int) -> Config:
         """The configuration under which a trial trained towards a rung."""
@@ -262,8 +279,8 @@ class Record:
     def _started(self, number: int, config: dict[str, Any], until: int) -> None:
         self.configs[number] = config
         self.paths[number] = history_of(config)
-        self._turns[number] = [(0, history_of(config))]
-        self.open[number] = self._until[number] = until
+        self._segments[number] = [(0, history_of(config))]
+        self.open[number] = until
         self.events.append(SweepEvent(trial=number, config=config, rung=-1))
 
     def _insert_failure(self, failure: dict[str, Any]) -> None:
@@ -291,32 +308,28 @@ class Record:
             insort(self.waiting(rung), (loss, trial))
         if (changes := self._rung(rung - 1).changes) is not None and self._changed(trial, rung - 1):
             insort(changes, self._change(trial, rung - 1))
-        if self._turns[trial][-1][0] < rung and (trial, rung - 1) not in self.advanced:
-            self._passed(trial, rung - 1)  # it was cancelled on the way, and still reached a further rung
-        if result.loss is None or rung >= self._until[trial]:
-            self.open.pop(trial, None)
-        elif trial not in self.cancelled:
-            self._passed(trial, rung)
+        if self._segments[trial][-1][0] < rung:
+            self._advance(trial, rung - 1)  # again, if it was cancelled on the way
+        if trial in self.open:
+            if result.loss is None or rung >= self.open[trial]:
+                del self.open[trial]
+            else:
+                self._advance(trial, rung)
 
     def _gone_on(self, trial: int, rung: int, until: int, path: ConfigHistory, donor: int | None) -> None:
-        self._passed(trial, rung)
+        self._advance(trial, rung)
         self.paths[trial] = path
-        self._turns[trial].append((rung + 1, path))
-        self.open[trial] = self._until[trial] = until
+        self._segments[trial].append((rung + 1, path))
+        self.open[trial] = until
         if donor is not None:
             self.donors[trial, rung] = donor
         self.events.append(SweepEvent(trial=trial, config=path[-1][1], rung=rung))
 
-    def _passed(self, trial: int, rung: int) -> None:
-        self.advanced.add((trial, rung))
+    def _advance(self, trial: int, rung: int) -> None:
+        if (trial, rung) not in self.advanced:
+            self.advanced.add((trial, rung))
+            self.n_advanced[rung] += 1
         self._waits_no_more(trial, rung)
-        self.n_advanced[rung] = self.n_advanced.get(rung, 0) + 1
-
-    def _retract(self, trial: int, rung: int) -> None:
-        self.advanced.discard((trial, rung))
-        self.n_advanced[rung] -= 1
-        if not self.n_advanced[rung]:
-            del self.n_advanced[rung]
 
     def _changed(self, trial: int, rung: int) -> bool:
         """Whether a trial has a loss at this rung and the next: a member that diverged may continue as another member's copy."""
