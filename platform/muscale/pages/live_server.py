@@ -53,6 +53,15 @@ def live_app(live: LivePage) -> FastAPI:
         response.headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
         return response
 
+    _add_sections(app, live)
+    _add_files(app, live)
+    _add_actions(app, live)
+    return app
+
+
+def _add_sections(app: FastAPI, live: LivePage) -> None:
+    """Serve the page, and the sections that its script replaces while it is open."""
+
     @app.get("/")
     def _page() -> Response:
         now, nonce = live.snapshot, secrets.token_urlsafe(16)
@@ -92,6 +101,10 @@ def live_app(live: LivePage) -> FastAPI:
         )
         return Response(text, media_type="text/html")
 
+
+def _add_files(app: FastAPI, live: LivePage) -> None:
+    """Serve the page's scripts and the gallery."""
+
     @app.get("/plotly.js")
     def _plotly(request: Request) -> Response:
         return _script(request, _plotly_js())
@@ -109,6 +122,10 @@ def live_app(live: LivePage) -> FastAPI:
         rules = "sandbox allow-scripts; frame-ancestors 'none'"
         return Response(path.read_bytes(), media_type="text/html", headers={"Content-Security-Policy": rules})
 
+
+def _add_actions(app: FastAPI, live: LivePage) -> None:
+    """Accept requests to cancel, which need the access token."""
+
     @app.post("/cancel/trial/{trial}")
     def _cancel_trial(request: Request, trial: int, why: Reason) -> dict[str, str]:
         _require_token(request, live.token)
@@ -123,8 +140,6 @@ def live_app(live: LivePage) -> FastAPI:
         _require_token(request, live.token)
         live.cancel_study(why.reason or "no reason given")
         return {"detail": "the study was asked to end"}
-
-    return app
 
 
 def _written(now: Snapshot) -> str:
