@@ -39,9 +39,7 @@ def planted_contents(folder: Path, name: str) -> ReportContents:
     forecast = {name: getattr(plan.forecast, name) for name in ("loss", "low", "high", "level")}
     generator = np.random.default_rng(0)
     curves = [planted_curve(generator, stem=str(number)) for number in range(4)]
-    band = make_band(
-        curves, n_tokens=plan.n_tokens, warmup_tokens=256, ends=[round(0.85 * plan.n_tokens), plan.n_tokens], **forecast
-    )
+    band = make_band(curves, warmup_tokens=256, ends=[round(0.85 * plan.n_tokens), plan.n_tokens], **forecast)
     share = np.linspace(0.01, 1, 200)
     tokens = share * plan.n_tokens
     losses = plan.forecast.loss * (1 + 0.3 * (1 - share) + 0.01 * generator.standard_normal(200))

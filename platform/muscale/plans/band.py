@@ -131,7 +131,6 @@ _SIDES = {"expected": 0, "low": -1, "high": 1}
 def make_band(
     curves: Sequence[RunCurve],
     *,
-    n_tokens: int,
     warmup_tokens: int,
     ends: Sequence[int],
     loss: float,
@@ -140,7 +139,7 @@ def make_band(
     level: float,
     data_from: float = 0.0,
 ) -> Band:
-    """Compute the band of a run of `n_tokens`.
+    """Compute the band of a run.
 
     Args:
         curves: Runs with the schedule of the run.
@@ -149,6 +148,7 @@ def make_band(
         data_from: Share of a run after which its data are in the proportions of the held-out loss; before, a training loss says
             nothing about it.
     """
+    n_tokens = ends[-1]
     usable = [c for c in curves if len(c.ends) == len(ends) and len(c.positions) >= MIN_STEPS]
     n_stems = len({curve.stem for curve in usable})
     common: dict[str, Any] = {"loss": loss, "low": low, "high": high, "level": level, "n_tokens": n_tokens}
@@ -268,7 +268,6 @@ def register_band(
     else:
         band = make_band(
             read_curves(ledger, list(ladder["key"][fitted])),
-            n_tokens=plan.n_tokens,
             warmup_tokens=plan.segments[0].recipe.warmup_tokens,
             ends=[segment.end for segment in plan.segments],
             data_from=data_from,

@@ -38,7 +38,6 @@ N_TOKENS = 1_000_000
 def band_of(generator: np.random.Generator, *, stems: int = 10, h: float = 0.02, noise: float = 0.01) -> Band:
     return make_band(
         [planted_curve(generator, stem=str(number), noise=noise) for number in range(stems)],
-        n_tokens=N_TOKENS,
         warmup_tokens=round(WARMUP * N_TOKENS),
         ends=[round((1 - COOLDOWN) * N_TOKENS), N_TOKENS],
         loss=2.0,
@@ -107,9 +106,7 @@ def test_too_few_stems_leave_the_end_alone_with_a_reason() -> None:
 def test_branches_of_one_stem_are_not_counted_as_several(ledger: Ledger) -> None:
     generator = np.random.default_rng(6)
     curves = [planted_curve(generator, stem="one") for _ in range(8)]
-    band = make_band(
-        curves, n_tokens=N_TOKENS, warmup_tokens=50_000, ends=[850_000, N_TOKENS], loss=2, low=1.9, high=2.1, level=0.9
-    )
+    band = make_band(curves, warmup_tokens=50_000, ends=[850_000, N_TOKENS], loss=2, low=1.9, high=2.1, level=0.9)
     assert (band.n_runs, band.n_stems) == (8, 1)
     assert band.reason
 
