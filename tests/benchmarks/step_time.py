@@ -216,6 +216,12 @@ def predicted_torchtitan(schedule: PipelineSchedule) -> StepTime:
     )
 
 
+def h100_layouts(model: ModelConfig, workers: int, batch_tokens: int) -> list[Layout]:
+    """The layouts that fit."""
+    conditions: dict[str, Any] = {"workers": workers, "batch_tokens": batch_tokens, "device": "H100 SXM"}
+    return fitting_layouts(StepTime(model, Parallelism(), micro_batch=1, **conditions))
+
+
 def _print_pipelines() -> None:
     print("\n| run | devices | layout | published MFU | predicted | bubble |\n| --- | --- | --- | --- | --- | --- |")
     for workers, sequences, context, mfu in PIPELINES:
@@ -239,7 +245,7 @@ def _print_pipelines() -> None:
     )
     for name, model in (("8B", LLAMA_8B), ("70B", LLAMA_70B), ("405B", LLAMA_405B)):
         for workers in (64, 256, 1024):
-            layouts = fitting_layouts(model, workers=workers, batch_tokens=2 * BATCH_TOKENS, device="H100 SXM")
+            layouts = h100_layouts(model, workers, 2 * BATCH_TOKENS)
             proposed = propose_layout(layouts)
             staged = next((layout for layout in layouts if layout.parallelism.pipeline_parallel > 1), None)
             for layout in [proposed, *([] if proposed is staged else [staged])]:
@@ -289,7 +295,7 @@ def _print_layouts() -> None:
     )
     for name, model in (("8B", LLAMA_8B), ("70B", LLAMA_70B)):
         for workers in (64, 512, 1024):
-            layouts = fitting_layouts(model, workers=workers, batch_tokens=BATCH_TOKENS, device="H100 SXM")
+            layouts = h100_layouts(model, workers, BATCH_TOKENS)
             proposed = propose_layout(layouts)
             best: dict[tuple[str, int], Layout] = {}  # of each sharding, and of each tensor_parallel
             for layout in layouts:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 from muscale.errors import StageError
 from muscale.plans.plan import Plan
-from muscale.plans.step_time import LINKS, Links, StepTime, links_of
+from muscale.plans.step_time import LINKS, StepTime, links_of
 from muscale.settings.config import StudyConfig
 from muscale.settings.cross_field_rules import NO_STEP_SIZES
 from muscale.settings.parallelism import Parallelism
@@ -21,13 +21,12 @@ from proxy_models.architecture.memory import (
     MEMORY_SHARE,
     Checkpointing,
     MemoryEstimate,
-    Precision,
     Sharding,
     largest_micro_batch,
 )
 from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule, micro_batches
 from proxy_models.data.corpus import Corpus
-from scaling import Accelerator, accelerator
+from scaling import accelerator
 
 NEAR = 0.02
 """Relative difference of predicted step times below which the simpler layout is chosen; the prediction is no finer."""
@@ -65,56 +64,64 @@ class Layout:
         )
 
 
-def fitting_layouts(
-    model: Member,
-    *,
-    workers: int,
-    batch_tokens: int,
-    device: Accelerator | str,
-    links: Links | None = None,
-    smallest_batch_tokens: int | None = None,
-    micro_batch: int | None = None,
-    shard_ranks: int | None = None,
-    schedules: Sequence[PipelineSchedule] = SCHEDULES,
-    contexts: Sequence[int] = (1,),
-    experts: Sequence[int] = (1,),
-    optimizer: str = "adamw",
-    precision: Precision = "bf16",
-    compiled: bool = True,
-    attended: float | None = None,
-) -> list[Layout]:
-    """Return all layouts that fit, the fastest first.
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Values that are considered for the layout settings other than sharding and tensor parallelism.
 
-    Args:
-        workers: Number of devices.
-        batch_tokens: Tokens of a step, over all devices.
-        links: Links of the device; None: by its name.
-        smallest_batch_tokens: Batch at the beginning of a ramp; None: `batch_tokens`.
-        micro_batch: Sequences of a pass; None: for each layout as many as fit.
+    Attributes:
         shard_ranks: Ranks in a shard group of hybrid layouts; None: the ranks of a node.
         schedules: Schedules of pipelines.
         contexts: Numbers of ranks that share every sequence.
         experts: Numbers of ranks that share out the experts of a block.
-        attended: As in `StepTime`.
+    """
 
-    Raises:
-        ValueError: If the bandwidths of the device's links are unknown, or the model's family has no `step_sizes`.
+    shard_ranks: int | None = None
+    schedules: Sequence[PipelineSchedule] = SCHEDULES
+    contexts: Sequence[int] = (1,)
+    experts: Sequence[int] = (1,)
+
+    @classmethod
+    def of(cls, settings: PromoteSettings) -> Self:
+        """Return the stated value of each setting, or for "auto" all values that are considered."""
+        is_open = settings.pipeline_parallel == "auto" and "pipeline_schedule" not in settings.model_fields_set
+        degrees = _degrees(settings.workers)
+        context, expert = settings.context_parallel, settings.expert_parallel
+        return cls(
+            shard_ranks=settings.shard_ranks,
+            schedules=SCHEDULES if is_open else (settings.pipeline_schedule,),
+            contexts=degrees if context == "auto" else (context,),
+            experts=(expert,) if expert != "auto" else (1,) if settings.compile else degrees,
+        )
+
+
+def fitting_layouts(
+    step: StepTime,
+    *,
+    smallest_batch_tokens: int | None = None,
+    micro_batch: int | None = None,
+    choices: Choices = Choices(),
+    optimizer: str = "adamw",
+) -> list[Layout]:
+    """Return all layouts that fit, the fastest first.
+
+    Args:
+        step: Conditions of the step: everything but its layout and micro-batch, which are replaced.
+        smallest_batch_tokens: Batch at the beginning of a ramp; None: the step's.
+        micro_batch: Sequences of a pass; None: for each layout as many as fit.
     """
     from proxy_models.training.traced_memory import estimated_memory  # imports torch
 
-    device = accelerator(device)
-    links = links or links_of(device)
+    model, workers, device = step.model, step.workers, accelerator(step.device)
+    node_devices = (step.links or links_of(device)).node_devices
     limit = int(MEMORY_SHARE * device.memory_bytes)
-    sequences = (smallest_batch_tokens or batch_tokens) // model.context_length
+    sequences = (smallest_batch_tokens or step.batch_tokens) // model.context_length
     found = []
-    for parallelism in _candidates(
-        model, workers, sequences, links.node_devices, shard_ranks, schedules, optimizer, contexts, experts
-    ):
-        grid = parallelism.grid(workers, node_ranks=min(workers, links.node_devices))
+    for parallelism in _candidates(model, workers, sequences, node_devices, optimizer, choices):
+        grid = parallelism.grid(workers, node_ranks=min(workers, node_devices))
         shares = parallelism.data_ranks(workers)
-        first, share = (-(-n // shares) for n in (sequences, batch_tokens // model.context_length))
+        first, share = (-(-n // shares) for n in (sequences, step.batch_tokens // model.context_length))
         conditions = parallelism.memory_conditions(grid, share)
-        estimate = partial(estimated_memory, model, precision=precision, optimizer=optimizer, **conditions)
+        estimate = partial(estimated_memory, model, precision=step.precision, optimizer=optimizer, **conditions)
         pipeline = parallelism.pipeline(first)
         most = first if pipeline else share
         taken = micro_batch or largest_micro_batch(estimate, most, limit=limit, pipeline=pipeline)
@@ -123,19 +130,8 @@ def fitting_layouts(
         memory = estimate(micro_batch=taken)
         if memory.total > limit:
             continue
-        step = StepTime(
-            model,
-            parallelism,
-            workers=workers,
-            micro_batch=taken,
-            batch_tokens=batch_tokens,
-            device=device,
-            links=links,
-            precision=precision,
-            compiled=compiled,
-            attended=attended,
-        )
-        found.append(Layout(parallelism=parallelism, micro_batch=taken, step=step, memory=memory))
+        laid_out = replace(step, parallelism=parallelism, micro_batch=taken)
+        found.append(Layout(parallelism=parallelism, micro_batch=taken, step=laid_out, memory=memory))
     return sorted(found, key=lambda layout: layout.step.total)
 
 
@@ -151,7 +147,7 @@ def propose_layout(layouts: list[Layout]) -> Layout | None:
 
 
 def conditions_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> dict[str, Any] | None:
-    """Return arguments of `StepTime` and `fitting_layouts` for a plan; None without GPUs whose links are known."""
+    """Return arguments of `StepTime` for a plan; None without GPUs whose links are known."""
     device = config.plan.device
     if not config.resources.gpus_per_worker or device is None or device.name not in LINKS:
         return None
@@ -174,15 +170,11 @@ def layouts_of(plan: Plan, config: StudyConfig, corpus: Corpus) -> list[Layout]:
     if conditions is None or family_of(plan.model).step_sizes(plan.model) is None:
         return []
     return fitting_layouts(
-        plan.model,
+        StepTime(plan.model, Parallelism(), micro_batch=1, **conditions),
         smallest_batch_tokens=h.batch_tokens >> h.batch_doublings,
         micro_batch=settings.micro_batch,
-        shard_ranks=settings.shard_ranks,
-        schedules=_schedules(settings),
-        contexts=_degrees(settings.workers) if settings.context_parallel == "auto" else (settings.context_parallel,),
-        experts=_experts(settings),
+        choices=Choices.of(settings),
         optimizer=h.optimizer,
-        **conditions,
     )
 
 
@@ -216,46 +208,26 @@ def with_layout(plan: Plan, config: StudyConfig, corpus: Corpus) -> StudyConfig:
     return config.model_copy(update={"promote": settings.model_copy(update=chosen.keys)})
 
 
-def _schedules(settings: PromoteSettings) -> Sequence[PipelineSchedule]:
-    """Schedules of a pipeline: the stated one, or those that are considered for "auto"."""
-    is_open = settings.pipeline_parallel == "auto" and "pipeline_schedule" not in settings.model_fields_set
-    return SCHEDULES if is_open else (settings.pipeline_schedule,)
-
-
-def _experts(settings: PromoteSettings) -> Sequence[int]:
-    """Numbers of ranks that share out experts: the stated one, or those that are considered for "auto"."""
-    if settings.expert_parallel != "auto":
-        return (settings.expert_parallel,)
-    return (1,) if settings.compile else _degrees(settings.workers)
-
-
 def _degrees(workers: int) -> list[int]:
     """Numbers of ranks that divide the workers."""
     return [degree for degree in range(1, workers + 1) if workers % degree == 0]
 
 
 def _candidates(
-    model: Member,
-    workers: int,
-    sequences: int,
-    node_devices: int,
-    shard_ranks: int | None,
-    schedules: Sequence[PipelineSchedule],
-    optimizer: str,
-    contexts: Sequence[int] = (1,),
-    experts: Sequence[int] = (1,),
+    model: Member, workers: int, sequences: int, node_devices: int, optimizer: str, choices: Choices
 ) -> Iterator[Parallelism]:
     """Generate the layouts that this many workers form and that divide the model; hybrid only over several nodes."""
     degrees = _degrees(workers)
-    pipelines = [(1, SCHEDULES[0]), *product(degrees[1:], schedules)]
+    pipelines = [(1, SCHEDULES[0]), *product(degrees[1:], choices.schedules)]
     # The memory of a stage would be unknown, or its state could not move to another layout.
     is_known = family_of(model).training_memory(model, micro_batch=1) is not None
     if optimizer == "soap" or not is_known:
         del pipelines[1:]
+    experts = choices.experts
     if not is_known or (sizes := family_of(model).step_sizes(model)) is None or sizes.experts is None:
         experts = [n for n in experts if n == 1]
     for sharding, degree, context, n_parts, (stages, schedule) in product(
-        get_args(Sharding), degrees, contexts, experts, pipelines
+        get_args(Sharding), degrees, choices.contexts, experts, pipelines
     ):
         if n_parts > 1 and degree * context * stages > 1:
             continue
@@ -263,7 +235,7 @@ def _candidates(
             continue
         if stages > 1 and schedule in SPLIT_BACKWARD and sharding in ("full", "hybrid"):
             continue
-        together = shard_ranks if sharding == "hybrid" else None
+        together = choices.shard_ranks if sharding == "hybrid" else None
         if together and together % (degree * context):
             continue
         plain = Parallelism(

@@ -11,6 +11,7 @@ from muscale.plans.device_lines import (
     memory_line,
 )
 from muscale.plans.layouts import fitting_layouts, propose_layout
+from muscale.plans.step_time import StepTime
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder_memory import training_memory
@@ -128,7 +129,8 @@ def test_attention_weights_are_never_kept_unnoticed() -> None:
 
 def test_a_much_faster_layout_and_long_waits_are_reported_and_do_not_block() -> None:
     model = ModelConfig(d_model=1024, n_layers=16, head_dim=64, vocab_size=32_000, context_length=2048)
-    layouts = fitting_layouts(model, workers=64, batch_tokens=2**20, device="H100 SXM")
+    step = StepTime(model, Parallelism(), workers=64, micro_batch=1, batch_tokens=2**20, device="H100 SXM")
+    layouts = fitting_layouts(step)
     best = propose_layout(layouts)
     assert best is not None
     assert not communication_line(best.step, best).advice

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from muscale.plans.layouts import SCHEDULES, Layout, _candidates, _experts, _schedules, fitting_layouts, propose_layout
-from muscale.plans.step_time import LINKS
+from muscale.plans.layouts import SCHEDULES, Choices, Layout, _candidates, fitting_layouts, propose_layout
+from muscale.plans.step_time import LINKS, StepTime
+from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import PromoteSettings
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder_family import DecoderFamily
+from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import MEMORY_SHARE
 from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.training.traced_memory import estimated_memory
@@ -23,14 +25,19 @@ from tests.gpu_free.cases import SHAPES
 TINY = ModelConfig(d_model=512, n_layers=8, head_dim=64, vocab_size=32_000, context_length=2048)
 
 
-def layouts(model: ModelConfig, workers: int, **changes: Any) -> list[Layout]:
-    return fitting_layouts(
-        model,
-        workers=workers,
-        batch_tokens=2**22,
-        device="H100 SXM",
-        links=replace(LINKS["H100 SXM"], **changes),
-    )
+def step(model: Member, workers: int, batch_tokens: int, **links: float) -> StepTime:
+    changed = replace(LINKS["H100 SXM"], **links)  # type: ignore[arg-type]
+    conditions: dict[str, Any] = {
+        "workers": workers,
+        "batch_tokens": batch_tokens,
+        "device": "H100 SXM",
+        "links": changed,
+    }
+    return StepTime(model, Parallelism(), micro_batch=1, **conditions)
+
+
+def layouts(model: ModelConfig, workers: int, **links: float) -> list[Layout]:
+    return fitting_layouts(step(model, workers, 2**22, **links))
 
 
 def test_a_tiny_model_is_not_cut_within_its_blocks() -> None:
@@ -99,58 +106,51 @@ def test_stages_of_a_family_without_an_estimate_of_memory_are_not_considered(mon
     monkeypatch.setattr(DecoderFamily, "training_memory", lambda *_, **__: None)
     with pytest.raises(ValueError, match="pipeline_parallel = 2"):
         estimated_memory(TINY, micro_batch=1, pipeline=PipelineShare(schedule="1f1b", ranks=2, sequences=8))
-    found = _candidates(TINY, 8, 512, 8, None, SCHEDULES, "adamw")
+    found = _candidates(TINY, 8, 512, 8, "adamw", Choices())
     assert {parallelism.pipeline_parallel for parallelism in found} == {1}
 
 
 def test_stages_are_not_considered_with_soap() -> None:
     staged = {
-        name: any(one.pipeline_parallel > 1 for one in _candidates(TINY, 2, 512, 8, None, SCHEDULES, name))
+        name: any(one.pipeline_parallel > 1 for one in _candidates(TINY, 2, 512, 8, name, Choices()))
         for name in ("adamw", "soap")
     }
     assert staged == {"adamw": True, "soap": False}
 
 
 def test_an_open_pipeline_keeps_a_stated_schedule() -> None:
-    assert _schedules(PromoteSettings(pipeline_parallel="auto")) == SCHEDULES
-    stated = PromoteSettings(pipeline_parallel="auto", pipeline_schedule="zero_bubble", sharding="auto")
-    assert _schedules(stated) == ("zero_bubble",)
-    staged = [one for one in _candidates(TINY, 2, 512, 8, None, ["zero_bubble"], "adamw") if one.pipeline_parallel > 1]
+    assert Choices.of(PromoteSettings(pipeline_parallel="auto")).schedules == SCHEDULES
+    stated = Choices.of(PromoteSettings(pipeline_parallel="auto", pipeline_schedule="zero_bubble", sharding="auto"))
+    assert stated.schedules == ("zero_bubble",)
+    staged = [one for one in _candidates(TINY, 2, 512, 8, "adamw", stated) if one.pipeline_parallel > 1]
     assert {(one.sharding, one.checkpointing) for one in staged} == {("none", "none"), ("zero2", "none")}
-    assert _schedules(PromoteSettings(pipeline_parallel=2)) == ("1f1b",)
+    assert Choices.of(PromoteSettings(pipeline_parallel=2)).schedules == ("1f1b",)
 
 
 def test_ranks_share_a_sequence_only_where_no_other_layout_fits() -> None:
     """Four sequences of a million tokens on 64 devices; the heads of keys allow tensor parallelism of 8."""
     model = replace(LLAMA_8B, context_length=2**20)
-    conditions: dict[str, Any] = {"workers": 64, "batch_tokens": 2**22, "device": "H100 SXM"}
-    assert propose_layout(fitting_layouts(model, **conditions)) is None
-    long = propose_layout(fitting_layouts(model, **conditions, contexts=(1, 2, 4, 8, 16)))
+    assert propose_layout(layouts(model, 64)) is None
+    long = propose_layout(fitting_layouts(step(model, 64, 2**22), choices=Choices(contexts=(1, 2, 4, 8, 16))))
     assert long is not None
     assert (long.parallelism.pipeline_parallel, long.keys["context_parallel"]) == (1, long.parallelism.context_parallel)
     assert long.parallelism.context_parallel > 1
-    short = propose_layout(fitting_layouts(TINY, workers=8, batch_tokens=2**20, device="H100 SXM", contexts=(1, 2, 4)))
+    few = Choices(contexts=(1, 2, 4))
+    short = propose_layout(fitting_layouts(step(TINY, 8, 2**20), choices=few))
     assert short is not None
     assert short.parallelism.context_parallel == 1
 
 
 def test_experts_are_shared_out_where_slow_links_make_their_gathers_wait() -> None:
-    def chosen(experts: Sequence[int], **links: Any) -> Layout:
-        found = fitting_layouts(
-            SHAPES["64x16B"],
-            workers=8,
-            batch_tokens=2**15,
-            device="H100 SXM",
-            links=replace(LINKS["H100 SXM"], **links),
-            experts=experts,
-            schedules=(),
-        )
+    def chosen(experts: Sequence[int], **links: float) -> Layout:
+        choices = Choices(experts=experts, schedules=())
+        found = fitting_layouts(step(SHAPES["64x16B"], 8, 2**15, **links), choices=choices)
         proposed = propose_layout(found)
         assert proposed is not None
         assert proposed.step.total <= 1.02 * found[0].step.total
         return proposed
 
-    every, slow = _experts(PromoteSettings(workers=8, expert_parallel="auto")), {"node": 5e10}
+    every, slow = Choices.of(PromoteSettings(workers=8, expert_parallel="auto")).experts, {"node": 5e10}
     whole, shared = chosen((1,), **slow), chosen(every, **slow)
     assert whole.keys["expert_parallel"] == 1
     assert shared.keys["expert_parallel"] in (2, 4, 8)
@@ -163,7 +163,11 @@ def test_experts_are_shared_out_where_slow_links_make_their_gathers_wait() -> No
 
 
 def test_experts_are_shared_out_only_where_blocks_need_not_be_compiled() -> None:
-    assert list(_experts(PromoteSettings(workers=4, expert_parallel="auto"))) == [1, 2, 4]
-    assert list(_experts(PromoteSettings(workers=4, expert_parallel="auto", compile=True))) == [1]
-    assert list(_experts(PromoteSettings(workers=4, expert_parallel=2))) == [2]
-    assert {one.expert_parallel for one in _candidates(TINY, 8, 512, 8, None, (), "adamw", experts=(1, 2))} == {1}
+    def experts(**settings: Any) -> list[int]:
+        return list(Choices.of(PromoteSettings(workers=4, **settings)).experts)
+
+    assert experts(expert_parallel="auto") == [1, 2, 4]
+    assert experts(expert_parallel="auto", compile=True) == [1]
+    assert experts(expert_parallel=2) == [2]
+    dense = _candidates(TINY, 8, 512, 8, "adamw", Choices(schedules=(), experts=(1, 2)))
+    assert {one.expert_parallel for one in dense} == {1}
