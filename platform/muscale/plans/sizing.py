@@ -85,6 +85,8 @@ def size_for(
         except ScalingError as error:
             raise StageError(f"plan: {error}") from error
 
+    # A second decision is needed if text repeats, and only the first tells: the epochs, and the unique tokens of a mixture, follow
+    # from its D. The fit, which has intervals, knows no repeats; the law with them has no intervals.
     free = decided(fit, REACH)
     seen = epochs(corpus, free.n_tokens, family.base.context_length)
     unique = free.n_tokens / seen if seen else None
