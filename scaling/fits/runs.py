@@ -242,66 +242,31 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     reason = _stated_reasons(runs)
     without = without_loss(runs, among=reason == "")
     reason[without] = NO_LOSS
+    notes = (*runs.attrs.get(NOTES, ()), *note_of(runs, without))
     open_ = reason == ""
-    considered = runs[open_]
-
-    def floats(name: str, *, inclusive: bool = False) -> Array:
-        values = np.array([or_nan(value) for value in runs[name]])  # left-out rows may hold anything
-        counted = name in ("n_params", "n_tokens")
-        values[open_] = (
-            counts(considered, name) if counted else numbers(considered, name, inclusive=inclusive, remedy=LEAVE_OUT)
-        )
-        return np.asarray(values)
-
-    table = {name: floats(name) for name in (*needed, *(("noise",) if "noise" in runs else ()))}
+    table = {name: _floats(runs, open_, name) for name in (*needed, *(("noise",) if "noise" in runs else ()))}
     table["loss"] *= factor
     if unit == PER_BYTE and BYTES in runs:
-        table["loss"] *= math.log(2) * floats(BYTES)
+        table["loss"] *= math.log(2) * _floats(runs, open_, BYTES)
         unit = NATS
     if (small := open_ & (table["loss"] < LEAST_LOSS)).any():
         first = int(np.argmax(small))
         raise ValueError(
             f"loss must be at least {LEAST_LOSS:g}, got {table['loss'][first]:g} in row {row_name(runs, first)}"
         )
-    rows = pd.DataFrame({**table, "stem": _stems(runs, considered).array}, index=runs.index)
+    rows = pd.DataFrame({**table, "stem": _stems(runs, runs[open_]).array}, index=runs.index)
 
     if "regret" in runs:
-        regret = floats("regret", inclusive=True)
+        regret = _floats(runs, open_, "regret", inclusive=True)
         for i in np.flatnonzero(open_ & (regret > max_regret)):
             reason[i] = f"predicted regret {regret[i]:.3%} is above {max_regret:.3%}"
     if "annealed" in runs:
-        reason[np.flatnonzero(open_)[_unannealed(considered["annealed"])]] = UNANNEALED
+        reason[np.flatnonzero(open_)[_unannealed(runs["annealed"][open_])]] = UNANNEALED
+    unfinished = unfinished_states(runs[reason == ""])
+    shared, mid_run = (None, ()) if "stem" in runs else _leave_out_mid_run(runs, rows, reason)
+    worse = () if "regret" in runs else _leave_out_worse_recipes(runs, rows, reason, needed)
 
-    shared = None
-    if "stem" not in runs:
-        finished = np.flatnonzero(reason == "")
-        shared = checkpoints(runs.iloc[finished], rows["n_params"].iloc[finished], rows["n_tokens"].iloc[finished])
-    notes = (*runs.attrs.get(NOTES, ()), *note_of(runs, without))
-    doubts = (*_doubts(shared), *unfinished_states(runs[reason == ""]))
-    if shared is not None:
-        stems = rows["stem"].to_numpy(copy=True)
-        stems[finished] = len(rows) + pd.factorize(shared.run)[0]  # differs from the numbers of the other rows
-        rows["stem"] = stems
-        if shared.certain and "annealed" not in runs:
-            reason[finished[shared.earlier]] = MID_RUN
-            notes = (
-                *notes,
-                f"{shared.earlier.sum()} rows before the last of their run (column {shared.column}) are left out",
-            )
-    tuned = "regret" in runs  # with a regret, or with the best of several recipes, nothing is assumed
-    if not tuned:
-        open_rows = np.flatnonzero(reason == "")
-        cells = rows[[name for name in needed if name != "loss"]].iloc[open_rows]
-        varying, worse = worse_recipes(runs.iloc[open_rows], cells, rows["loss"].iloc[open_rows])
-        if tuned := bool(worse.any()):
-            names = ", ".join(map(str, varying))
-            reason[open_rows[worse]] = f"not the best {names} of its n_params and n_tokens"
-            notes = (
-                *notes,
-                f"{worse.sum()} of {len(worse)} rows are not the best {names} of their n_params and n_tokens: left out",
-            )
-
-    stated = {"annealed": False, "regret": tuned, "stem": bool(shared)}
+    stated = {"annealed": False, "regret": bool(worse), "stem": bool(shared)}  # of several recipes the best is tuned
     kept = np.flatnonzero(reason == "")
     left_out = rows[reason != ""].assign(reason=pd.array(reason[reason != ""], dtype="str"))
     kept = kept[np.lexsort([table[name][kept] for name in ("loss", "n_tokens", "n_params")])]
@@ -312,13 +277,57 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
         left_out=left_out,
         compute_flops=numbers(runs, "compute_flops") if "compute_flops" in runs else flops,
         loss_unit=unit,
-        warnings=(*doubts, *_warnings(runs, rows, flops, unit, shared)) if len(rows) else (),
+        warnings=(*_doubts(shared), *unfinished, *_warnings(runs, rows, flops, unit, shared)) if len(rows) else (),
         assumptions=(
             *((UNIT_ASSUMED,) if loss_unit is None else ()),
             *notes,
+            *mid_run,
+            *worse,
             *(text for column, text in ASSUMED.items() if column not in runs and not stated[column]),
         ),
     )
+
+
+def _floats(runs: pd.DataFrame, open_: NDArray[np.bool_], name: str, *, inclusive: bool = False) -> Array:
+    """A column, [K]; open rows must keep its rule, others may hold anything."""
+    values = np.array([or_nan(value) for value in runs[name]])
+    considered, counted = runs[open_], name in ("n_params", "n_tokens")
+    values[open_] = (
+        counts(considered, name) if counted else numbers(considered, name, inclusive=inclusive, remedy=LEAVE_OUT)
+    )
+    return np.asarray(values)
+
+
+def _leave_out_mid_run(
+    runs: pd.DataFrame, rows: pd.DataFrame, reason: NDArray[np.object_]
+) -> tuple[SharedRuns | None, tuple[str, ...]]:
+    """Give rows that share a training run one stem, leave out those before its last if this is certain, and note this."""
+    open_rows = np.flatnonzero(reason == "")
+    shared = checkpoints(runs.iloc[open_rows], rows["n_params"].iloc[open_rows], rows["n_tokens"].iloc[open_rows])
+    if shared is None:
+        return None, ()
+    stems = rows["stem"].to_numpy(copy=True)
+    stems[open_rows] = len(rows) + pd.factorize(shared.run)[0]  # differs from the numbers of the other rows
+    rows["stem"] = stems
+    if not shared.certain or "annealed" in runs:
+        return shared, ()
+    reason[open_rows[shared.earlier]] = MID_RUN
+    n = shared.earlier.sum()
+    return shared, (f"{n} rows before the last of their run (column {shared.column}) are left out",)
+
+
+def _leave_out_worse_recipes(
+    runs: pd.DataFrame, rows: pd.DataFrame, reason: NDArray[np.object_], needed: Sequence[str]
+) -> tuple[str, ...]:
+    """Leave out all but the best of several recipes at one N and D, and note this."""
+    open_rows = np.flatnonzero(reason == "")
+    cells = rows[[name for name in needed if name != "loss"]].iloc[open_rows]
+    varying, worse = worse_recipes(runs.iloc[open_rows], cells, rows["loss"].iloc[open_rows])
+    if not worse.any():
+        return ()
+    names = ", ".join(map(str, varying))
+    reason[open_rows[worse]] = f"not the best {names} of its n_params and n_tokens"
+    return (f"{worse.sum()} of {len(worse)} rows are not the best {names} of their n_params and n_tokens: left out",)
 
 
 def _stems(runs: pd.DataFrame, considered: pd.DataFrame) -> pd.Series:
