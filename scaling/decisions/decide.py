@@ -94,12 +94,7 @@ def decide(
     require_positive("serving_price", serving_price)
     fit = law if isinstance(law, ScalingFit) else None
     point = law if isinstance(law, Law) else law.best_law
-    if point.form.tokens_only and not (fit and limits.sizes and {*map(n_params_of, limits.sizes)} == {fit.one_size}):
-        size = f"{fit.one_size:.10g}" if fit else "the runs' N"
-        raise ScalingError(
-            f"{point.form.name}: a law of tokens only chooses no size, as it says nothing of other sizes; give the runs' own: "
-            f"limits=Limits(sizes=[{size}])"
-        )
+    _require_choice_of_size(point, fit, limits)
     decides_sparsity = SPARSITY in point.form.columns and SPARSITY not in columns and not limits.states_sparsity
     if fit and decides_sparsity and limits.max_sparsity is None:
         limits = replace(limits, max_sparsity=float(fit.rows[SPARSITY].max()))
@@ -114,13 +109,7 @@ def decide(
     if tokens_per_param is not None:
         spending = spending.at_ratio(tokens_per_param, given.compute_flops)
     elif fit and (spending.sizes is None or len(np.unique(spending.sizes)) > 1):
-        least, most = fit.n_tokens_range
-        if least == most:
-            raise ScalingError(
-                f"all runs have {most:.4g} tokens, so they do not show the best D/N: set tokens_per_param=…, or add two lengths"
-            )
-        if doubt := fit.unidentified(given.compute_flops):
-            raise ScalingError(f"{doubt}; or set it: tokens_per_param={doubt.tokens_per_param:.3g}")
+        _require_known_ratio(fit, given)
     case = _Case(
         law=law,
         spending=spending,
@@ -169,6 +158,27 @@ def _require_one_question(budget: Budget | float | None, loss: float | None, tok
             f"tokens_per_param is for a budget, got tokens_per_param={tokens_per_param!r} and loss={loss!r}"
         )
     require_positive("tokens_per_param", tokens_per_param)
+
+
+def _require_choice_of_size(law: Law, fit: ScalingFit | None, limits: Limits) -> None:
+    """Raise ScalingError if the law is one of tokens only, and the limits give another size than its runs'."""
+    if law.form.tokens_only and not (fit and limits.sizes and {*map(n_params_of, limits.sizes)} == {fit.one_size}):
+        size = f"{fit.one_size:.10g}" if fit else "the runs' N"
+        raise ScalingError(
+            f"{law.form.name}: a law of tokens only chooses no size, as it says nothing of other sizes; give the runs' own: "
+            f"limits=Limits(sizes=[{size}])"
+        )
+
+
+def _require_known_ratio(fit: ScalingFit, budget: Budget) -> None:
+    """Raise ScalingError if the fit's runs do not identify the best D/N for the budget."""
+    least, most = fit.n_tokens_range
+    if least == most:
+        raise ScalingError(
+            f"all runs have {most:.4g} tokens, so they do not show the best D/N: set tokens_per_param=…, or add two lengths"
+        )
+    if doubt := fit.unidentified(budget.compute_flops):
+        raise ScalingError(f"{doubt}; or set it: tokens_per_param={doubt.tokens_per_param:.3g}")
 
 
 def _stated(given: float, found: float) -> str:

@@ -9,7 +9,7 @@ share the stem noise, like branches of one training run.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -144,18 +144,7 @@ def simulate(
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
     if n_trials < 2:
         raise ValueError(f"n_trials must be at least 2, got {n_trials}")
-    further = law.form.columns[2:]
-    if law.form.columns[:2] != ("n_params", "n_tokens") or further not in ((), (SPARSITY,)):
-        raise ValueError(
-            f"law must be a function of n_params and n_tokens, or of these and sparsity, got {law.form.name} of "
-            f"{', '.join(law.form.columns)}"
-        )
-    if {*columns} != {*further} or (SPARSITY in design) != bool(further):
-        needed = "the law's sparsity" if further else "no sparsity, as the law has none"
-        raise ValueError(
-            f"design and target must have {needed}, got {', '.join(design.columns)} and {columns or 'none'}"
-        )
-    require_columns(design, further)
+    further = _further_columns(law, design, columns)
     of_runs = {name: numbers(design, name) for name in further}
     runs = pd.DataFrame({"n_params": size, "n_tokens": tokens, **of_runs}).assign(
         stem=design["stem"].to_numpy() if "stem" in design else np.arange(len(design)), cost_flops=cost
@@ -198,6 +187,23 @@ def simulate(
         trials=pd.DataFrame(records),
         reasons=tuple(sentences[0] for sentences in sorted(reasons.values(), key=len, reverse=True)),
     )
+
+
+def _further_columns(law: Law, design: pd.DataFrame, target: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the law's columns after N and D; raise ValueError unless design and target have them, and there is a fit for them."""
+    further = law.form.columns[2:]
+    if law.form.columns[:2] != ("n_params", "n_tokens") or further not in ((), (SPARSITY,)):
+        raise ValueError(
+            f"law must be a function of n_params and n_tokens, or of these and sparsity, got {law.form.name} of "
+            f"{', '.join(law.form.columns)}"
+        )
+    if {*target} != {*further} or (SPARSITY in design) != bool(further):
+        needed = "the law's sparsity" if further else "no sparsity, as the law has none"
+        raise ValueError(
+            f"design and target must have {needed}, got {', '.join(design.columns)} and {target or 'none'}"
+        )
+    require_columns(design, further)
+    return further
 
 
 def ladder_design(
