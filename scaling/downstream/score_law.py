@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from scaling.arrays import Array
 from scaling.checks import names, numbers, positive, require_columns
@@ -268,16 +269,7 @@ def fit_score(
             while the metric is a percentage.
         ScalingError: there are fewer than eight rows with a score.
     """
-    table = read_runs(runs, columns)
-    with naming(runs):
-        require_columns(table, ("n_params", "n_tokens", metric))
-        table = table[table[metric].notna()]
-        if len(table) < MIN_ROWS:
-            raise ScalingError(f"need at least {MIN_ROWS} rows with {metric}, got {len(table)}")
-        size = np.log(np.stack([numbers(table, "n_params"), numbers(table, "n_tokens")], axis=1))
-        score = numbers(table, metric, inclusive=True)
-        error = numbers(table, "standard_error", inclusive=True) if "standard_error" in table else np.zeros(len(table))
-        family = names(table, "family") if "family" in table else np.full(len(table), "")
+    size, score, error, family = _scored(runs, metric, columns)
     require_unit(metric, most, chance=chance, ceiling=ceiling)
     low, top = 0.0 if chance is None else chance, most if ceiling is None else ceiling
     if not 0 <= low < top <= most or score.max() > most:
@@ -320,7 +312,7 @@ def fit_score(
         metric=metric,
         most=float(most),
         families=tuple(str(name) for name in families),
-        n_rows=len(table),
+        n_rows=len(score),
         centre=(float(centre[0]), float(centre[1])),
         largest=float(compute.max()),
         rises=rises,
@@ -328,3 +320,18 @@ def fit_score(
         offsets=posterior.offsets,
         warnings=tuple(warnings),
     )
+
+
+def _scored(runs: Table, metric: str, columns: Mapping[str, str]) -> tuple[Array, Array, Array, NDArray[np.object_]]:
+    """Return ln N and ln D, score, its standard error (0 if unknown) and family ("" if unknown) of the rows with a score."""
+    table = read_runs(runs, columns)
+    with naming(runs):
+        require_columns(table, ("n_params", "n_tokens", metric))
+        table = table[table[metric].notna()]
+        if len(table) < MIN_ROWS:
+            raise ScalingError(f"need at least {MIN_ROWS} rows with {metric}, got {len(table)}")
+        size = np.log(np.stack([numbers(table, "n_params"), numbers(table, "n_tokens")], axis=1))
+        score = numbers(table, metric, inclusive=True)
+        error = numbers(table, "standard_error", inclusive=True) if "standard_error" in table else np.zeros(len(table))
+        family = names(table, "family") if "family" in table else np.full(len(table), "")
+    return size, score, error, family
