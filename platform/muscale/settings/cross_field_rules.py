@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from muscale.settings.compare import corpus_errors, variant_errors
 from muscale.settings.parallelism import SOAP_IN_PIPELINES
 from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
 from muscale.settings.space_rules import invalid_batches, model_errors, space_errors
 from muscale.settings.tables import CheckSettings, StudyTables
+from muscale.settings.variant_rules import variants_errors
 from proxy_models.architecture.families import ModelFamily, family_of, is_imported
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.coordinates.check import require_seeds, require_sizes
@@ -56,7 +56,7 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     problems += _explicit_errors(config)
     problems += _use_case_errors(config)
     problems += _scores_errors(config)
-    problems += _variants_errors(config)
+    problems += variants_errors(config)
     if not problems:
         problems += budget_errors(config)
     return problems
@@ -299,28 +299,6 @@ def _explicit_errors(config: StudyTables) -> Iterator[str]:
         yield f"plan.explicit: {error}"
     else:
         yield from _declared_errors(config)
-
-
-def _variants_errors(config: StudyTables) -> Iterator[str]:
-    """Reasons against the variants."""
-    for name, variant in config.variants.items():
-        yield from variant_errors(
-            name,
-            variant,
-            config.model,
-            config._variant_models.get(name),
-            config.hyperparameters,
-            config.compare.stems or config.ladder.stems,
-            config.compare.widths or config.transfer.widths,
-            trainer=config.trainer is not None,
-            new_tokens=variant.names_tokenizer(config.corpus),
-        )
-        if variant.corpus and config.trainer:
-            yield f"variants.{name}.corpus: the [trainer] program reads its own data; leave it out"
-        elif variant.has_corpus(config.corpus) and (ranks := config.resources.ranks_per_trial) > 1:
-            yield f"variants.{name}.corpus: needs resources.ranks_per_trial = 1, got {ranks}"
-        elif variant.has_corpus(config.corpus):
-            yield from corpus_errors(name, variant, config.corpus, config.model.vocab_size)
 
 
 def budget_errors(config: StudyTables) -> Iterator[str]:
