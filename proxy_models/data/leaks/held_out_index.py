@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,20 +50,12 @@ class Passage:
     example: str = ""
 
 
-class HeldOutIndex:
-    """Held-out texts in one measure: all of their units, and the known sequences of `measure.seed` units.
-
-    Add the texts, `build` the index, then `search` training texts and `keep` what was found.
-
-    Attributes:
-        document: Index of each unit's text.
-        found: Passages that were kept.
-    """
+class HeldOutTexts:
+    """Held-out texts in one measure, gathered for an index."""
 
     def __init__(self, measure: TextMeasure) -> None:
         self.measure = measure
         self.texts: list[Text] = []
-        self.found: list[Passage] = []
         self._parts: list[tuple[Hashes, NDArray[np.int32], NDArray[np.int32]]] = []
 
     def add(self, units: Units, wanted: NDArray[np.bool_]) -> None:
@@ -76,10 +69,26 @@ class HeldOutIndex:
         )
         self.texts += [replace(units.texts[i], content=b"") for i in np.flatnonzero(wanted)]
 
-    def build(self) -> None:
-        """Index the sequences of the texts added."""
-        self._hashes, self.document, self._lines = (np.concatenate(part) for part in zip(*self._parts, strict=True))
+    def units(self) -> list[NDArray[Any]]:
+        """Return hash, text and line of each unit of all texts, and let go of the batches."""
+        units = [np.concatenate(part) for part in zip(*self._parts, strict=True)]
         self._parts.clear()
+        return units
+
+
+class HeldOutIndex:
+    """All units of some held-out texts, and the known sequences of `measure.seed` units.
+
+    Attributes:
+        document: Index of each unit's text.
+        found: Passages that were kept.
+    """
+
+    def __init__(self, held_out: HeldOutTexts) -> None:
+        """Index the sequences of the texts."""
+        self.measure, self.texts = held_out.measure, held_out.texts
+        self.found: list[Passage] = []
+        self._hashes, self.document, self._lines = held_out.units()
         self._sizes = np.bincount(self.document, minlength=len(self.texts))
         self._begins = np.cumsum(self._sizes) - self._sizes
         seed = self.measure.seed

@@ -15,7 +15,7 @@ import numpy as np
 
 from proxy_models.data.documents import ReadReport, batches, in_sample, pieces
 from proxy_models.data.leaks.folded_text import Positions
-from proxy_models.data.leaks.held_out_index import HeldOutIndex, Passage
+from proxy_models.data.leaks.held_out_index import HeldOutIndex, HeldOutTexts, Passage
 from proxy_models.data.leaks.leak_report import Leak, LeakReport, SourceLeaks
 from proxy_models.data.leaks.text_units import (
     BATCH_BYTES,
@@ -86,14 +86,14 @@ def find_leaks(
     if indexes:
         for number, passages, sequences in search_texts(indexes, texts(training, "train", tokens=False)):
             indexes[number].keep(passages, sequences)
-    tokens = HeldOutIndex(TOKENS)
+    tokens = HeldOutTexts(TOKENS)
     for one in batches(texts(held_out, "validation", tokens=True), BATCH_BYTES):
         tokens.add(token_units(one), np.ones(len(one), dtype=np.bool_))
     if tokens.texts:
-        tokens.build()
+        index = HeldOutIndex(tokens)
         for one in batches(texts(training, "train", tokens=True), BATCH_BYTES):
-            tokens.keep(*tokens.search(token_units(one)))
-        indexes.append(tokens)
+            index.keep(*index.search(token_units(one)))
+        indexes.append(index)
     return _report(indexes, skipped, indexed)
 
 
@@ -103,7 +103,7 @@ def _size(source: Source) -> int:
 
 def text_indexes(held_out: Iterable[Text], skipped: Counter[str]) -> list[HeldOutIndex]:
     """Index texts by words, or by bytes if they have none; counts those that are too short."""
-    indexes = {measure: HeldOutIndex(measure) for measure in (WORDS, SHORT_TEXTS, BYTES)}
+    gathered = {measure: HeldOutTexts(measure) for measure in (WORDS, SHORT_TEXTS, BYTES)}
     for batch in map(FoldedBatch.of, batches(held_out, BATCH_BYTES)):
         n_words = np.bincount(batch.words.text_of, minlength=len(batch.texts))
         has_words = batch.n_letters() <= LONGEST_WORD * n_words
@@ -112,11 +112,8 @@ def text_indexes(held_out: Iterable[Text], skipped: Counter[str]) -> list[HeldOu
         masks = {WORDS: has_words & ~is_short, SHORT_TEXTS: has_words & is_short & ~is_too_short, BYTES: ~has_words}
         for measure, mask in masks.items():
             if mask.any():
-                indexes[measure].add(batch.letters if measure is BYTES else batch.words, mask)
-    filled = [index for index in indexes.values() if index.texts]
-    for index in filled:
-        index.build()
-    return filled
+                gathered[measure].add(batch.letters if measure is BYTES else batch.words, mask)
+    return [HeldOutIndex(held_out) for held_out in gathered.values() if held_out.texts]
 
 
 def search_texts(
