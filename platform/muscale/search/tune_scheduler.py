@@ -129,15 +129,13 @@ class _Replay:
         continuing: Trials that the scheduler lets continue at once, in the order of their results.
     """
 
-    def __init__(self, of: TuneScheduler, record: Record, first_trial: int) -> None:
+    def __init__(self, rules: TuneScheduler, record: Record, first_trial: int) -> None:
         self.of = id(record), first_trial
-        self.scheduler = tune_scheduler(of.settings, of.space)
+        self.scheduler = tune_scheduler(rules.settings, rules.space)
         self.trials: dict[int, _TuneTrial] = {}
         self.continuing: list[_TuneTrial] = []
-        self._settings, self._space, self._top = of.settings, of.space, of.top
-        self._begins_all_first = of.begins_all_first
-        self._record, self._n_seen = record, 0
-        self._reports = Reports(of.settings, of.loss_unit)
+        self._rules, self._record, self._n_seen = rules, record, 0
+        self._reports = Reports(rules.settings, rules.loss_unit)
         self._controller, self._pending = _Controller(self), _TuneTrial(-1, {})
         self._chosen: _TuneTrial | None = None
 
@@ -146,7 +144,7 @@ class _Replay:
         record, new = self._record, self._record.events[self._n_seen :]
         for at, event in enumerate(new, self._n_seen):
             if event.trial >= self.of[1]:
-                if event.trial not in self.trials and self._begins_all_first:
+                if event.trial not in self.trials and self._rules.begins_all_first:
                     for begun in new[at - self._n_seen :]:
                         if begun.result:
                             continue
@@ -164,7 +162,7 @@ class _Replay:
         if trial and trial.is_finished():  # it trains on only to bring one trial to the end
             return
         self._show_pending(self._may_begin)
-        with seeded(self._settings.seed, self.of[1], at):
+        with seeded(self._rules.settings.seed, self.of[1], at):
             if trial is None or event.rung < 0:
                 self._begin(event)
             elif event.result:
@@ -177,7 +175,7 @@ class _Replay:
 
     @property
     def _may_begin(self) -> bool:
-        return len(self.trials) < self._settings.trials and not self._begins_all_first
+        return len(self.trials) < self._rules.settings.trials and not self._rules.begins_all_first
 
     def _show_pending(self, may_begin: bool) -> None:
         """Show the scheduler a pending trial while another may begin, as Tune's controller has one ready."""
@@ -196,7 +194,7 @@ class _Replay:
         result = {**self._reports.of(event.rung, loss), "trial_id": trial.trial_id}
         trial.run_metadata.last_result = result
         before = {each: each.latest_checkpoint_result for each in self.trials.values()}
-        if event.rung == self._top:
+        if event.rung == self._rules.top:
             self._controller.stop_trial(trial)
             return
         match self.scheduler.on_trial_result(self._controller, trial, result):
@@ -209,8 +207,9 @@ class _Replay:
         for each, earlier in before.items():
             if (copied := each.latest_checkpoint_result) and copied is not earlier:
                 self._copy(each, cast(tuple[int, int], copied.checkpoint))
-        if trial.is_diverged and not trial.copies and (not self._settings.is_population or trial in self.continuing):
-            self._controller.stop_trial(trial)  # a member may wait to copy another
+        may_copy = self._rules.settings.is_population and trial not in self.continuing  # a member that waits
+        if trial.is_diverged and not trial.copies and not may_copy:
+            self._controller.stop_trial(trial)
             self.continuing = [each for each in self.continuing if each is not trial]
 
     def _copy(self, trial: _TuneTrial, state: tuple[int, int]) -> None:
@@ -219,7 +218,7 @@ class _Replay:
         copied = self._record.config_at(number, rung)
         if rung == trial.rung:
             trial.donor = number
-            trial.set_config(_within(self._space, trial.config, copied))
+            trial.set_config(_within(self._rules.space, trial.config, copied))
 
     def chosen(self, *, may_start: bool) -> list[_TuneTrial]:
         """Return the waiting trial that is next, none if it is a new one."""
@@ -238,7 +237,7 @@ class _Replay:
 
     def _stop(self, trial: _TuneTrial, *seed: int) -> None:
         """End a trial that was cancelled."""
-        with seeded(self._settings.seed, *seed):
+        with seeded(self._rules.settings.seed, *seed):
             self._controller.stop_trial(trial)
             self.continuing = [each for each in self.continuing if each is not trial]
             self._choose(may_begin=self._may_begin)
