@@ -90,8 +90,7 @@ class Stepper:
         self._rank, self._ranks, self._before_part, self._pipeline = rank, ranks, before_part, pipeline
         self._all_count = all_count
         self._device = self.parameters[0].device
-        self._numerics, self._seed = numerics, numerics.seed
-        self._random = numerics.model.is_random
+        self._numerics = numerics
         self._scaler = LossScaler(self._device) if numerics.precision == "fp16" else None
         self._guard = Guard(numerics.guard, self._device) if numerics.guard else None
         self._good: dict[str, Tensor] = {}
@@ -129,9 +128,9 @@ class Stepper:
         guard = self._guard
         if guard and guard.settings.action == "rewind" and number % guard.settings.snapshot_every == 0:
             self._good = self.capture()
-        if self._random:
+        if self._numerics.model.is_random:
             stage = self._pipeline.rank if self._pipeline else 0
-            torch.manual_seed(step_seed(self._seed, tokens, self._rank + self._ranks * stage))
+            torch.manual_seed(step_seed(self._numerics.seed, tokens, self._rank + self._ranks * stage))
         is_first = self._check_buffers is None
         self._check_buffers = self._check_buffers or buffer_check(self.module, self._family.state_buffers)
         of = of or len(sequences) * self._ranks
