@@ -53,14 +53,13 @@ def live_app(live: LivePage) -> FastAPI:
         response.headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
         return response
 
-    _add_sections(app, live)
-    _add_files(app, live)
+    _add_pages(app, live)
     _add_actions(app, live)
     return app
 
 
-def _add_sections(app: FastAPI, live: LivePage) -> None:
-    """Serve the page, and the sections that its script replaces while it is open."""
+def _add_pages(app: FastAPI, live: LivePage) -> None:
+    """Serve the page, the sections that its script replaces while it is open, the scripts and the gallery."""
 
     @app.get("/")
     def _page() -> Response:
@@ -96,14 +95,9 @@ def _add_sections(app: FastAPI, live: LivePage) -> None:
 
     @app.get("/contents")
     def _contents() -> Response:
-        text = (
-            templates().get_template("contents.html.jinja").render(groups=list(grouped(list(live.snapshot.sections))))
-        )
+        groups = list(grouped(list(live.snapshot.sections)))
+        text = templates().get_template("contents.html.jinja").render(groups=groups)
         return Response(text, media_type="text/html")
-
-
-def _add_files(app: FastAPI, live: LivePage) -> None:
-    """Serve the page's scripts and the gallery."""
 
     @app.get("/plotly.js")
     def _plotly(request: Request) -> Response:

@@ -51,14 +51,11 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Members of a population that have all arrived at a rung.
+    """Members of a population that have all arrived at a rung, and (loss, trial) of them there, best first."""
 
-    Attributes:
-        of: First trial of the round, and numbers of trials and of cancelled trials: these determine the members.
-        ranking: (loss, trial) of the members at the rung, best first.
-    """
-
-    of: tuple[int, int, int]
+    of: tuple[
+        int, int, int
+    ]  # first trial of the round, numbers of trials and of cancelled ones: these determine the members
     rung: int
     members: list[int]
     ranking: list[tuple[float, int]]
