@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from muscale.full_runs.train.sharding import build_model, build_pipeline, context_mesh, expert_mesh, mesh_of
+from muscale.full_runs.train.sharding import Meshes, build_model, build_pipeline
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import next_token_loss
@@ -215,21 +215,19 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=batch, optimizer=case.optimizer).resolve(100 * batch)
     numerics = Numerics(model=model, base=model, corpus_key="", seed=0, evaluation_tokens=64, precision=case.precision)
     with rank_of(case.stage * case.ranks // grid.stages, case.ranks):
-        mesh = mesh_of(grid, device.type)
-        experts = expert_mesh(parallelism, grid, device.type)
-        context = context_mesh(parallelism, device.type)
+        meshes = Meshes.of(parallelism, grid, device.type)
         with (
             fake_gpu(),
             patch.object(_PipelineSchedule, "_warmup_p2p", agree),
             fullest_rank(parallelism.expert_parallel, size * model.context_length * model.experts_per_token),
         ):
-            arguments: dict[str, Any] = {"device": device, "mesh": mesh, "context": context, "initial_values": False}
+            arguments: dict[str, Any] = {"device": device, "meshes": meshes, "initial_values": False}
             pipeline = None
             if case.layout in PIPELINES:
                 pipeline = build_pipeline(numerics, recipe, parallelism, micro_batch=size, **arguments)
                 built = pipeline.module
             else:
-                built = build_model(numerics, recipe, parallelism, experts=experts, **arguments)
+                built = build_model(numerics, recipe, parallelism, **arguments)
             optimizer = make_optimizer(built, numerics.parametrization(recipe.optimizer), recipe)
             stepper = Stepper(
                 built,

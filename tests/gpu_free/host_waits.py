@@ -30,7 +30,7 @@ from muscale.full_runs.records.attempts import Attempt
 from muscale.full_runs.train import module as full_run_module
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.module import FullRunModule
-from muscale.full_runs.train.sharding import build_model, build_pipeline, mesh_of
+from muscale.full_runs.train.sharding import Meshes, build_model, build_pipeline, mesh_of
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import SpikePolicy
 from proxy_models.architecture.config import ModelConfig
@@ -249,7 +249,7 @@ def taken(case: Steps) -> Found:
 
     with tempfile.TemporaryDirectory() as folder, rank_of(0, RANKS), ExitStack() as stack:
         run = run_of(case, Path(folder))
-        mesh = mesh_of(run.parallelism.grid(RANKS), device.type)
+        meshes = Meshes(mesh_of(run.parallelism.grid(RANKS), device.type))
         for owner, name, value in (
             (full_run_module, "RankFlags", _Flags),
             *(
@@ -271,7 +271,7 @@ def taken(case: Steps) -> Found:
             interventions=Interventions(run.on_spike, run.segments[0].recipe.ramp, []),
         )  # fmt: skip
         trainer: Any = _Trainer()
-        module.trainer, module._device_mesh = trainer, mesh
+        module.trainer, module.meshes = trainer, meshes
         module.configure_model()
         trainer.optimizers = [module.configure_optimizers()]
         module.on_fit_start()

@@ -19,7 +19,6 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from muscale import json_lines
@@ -33,7 +32,7 @@ from muscale.full_runs.train.held_out_losses import Evaluation
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.operations import Garbage, StepProfile, finishes
 from muscale.full_runs.train.rank_flags import MOST_SECONDS, RankFlags
-from muscale.full_runs.train.sharding import build_model, build_pipeline, fitting_micro_batch
+from muscale.full_runs.train.sharding import Meshes, build_model, build_pipeline, fitting_micro_batch
 from muscale.full_runs.train.step_log import StepLog, StepTaken
 from muscale.layout import METRICS, PROFILE
 from muscale.store.spike_handling import Incident, record_incident, utc_now
@@ -57,11 +56,10 @@ class FullRunModule(L.LightningModule):
     """The model under Lightning; loss, step and schedule are those of `proxy_models`.
 
     Attributes:
-        context_mesh, expert_mesh: Meshes of ranks that share this rank's sequences or have other experts; the strategy sets them.
+        meshes: Device meshes of this rank, which the strategy sets; None in one process.
     """
 
-    context_mesh: DeviceMesh | None = None
-    expert_mesh: DeviceMesh | None = None
+    meshes: Meshes | None = None
 
     def __init__(
         self,
@@ -104,20 +102,19 @@ class FullRunModule(L.LightningModule):
         self._micro_batch = run.micro_batch or fitting_micro_batch(run.numerics, recipe, run.parallelism, device=device)
         arguments: dict[str, Any] = {
             "device": device,
-            "mesh": self._device_mesh,
-            "context": self.context_mesh,
+            "meshes": self.meshes,
             "min_unit_params": run.min_unit_params,
             "compiled": self.compiled,
             "initial_values": self.resume is None,
             "initial_weights": run.initial_weights,
         }
-        if run.parallelism.pipeline_parallel > 1 and self._device_mesh is not None:
+        if run.parallelism.pipeline_parallel > 1 and self.meshes is not None:
             self._pipeline = build_pipeline(
                 run.numerics, recipe, run.parallelism, micro_batch=self._micro_batch, **arguments
             )
             self.model = self._pipeline.module
         else:
-            self.model = build_model(run.numerics, recipe, run.parallelism, experts=self.expert_mesh, **arguments)
+            self.model = build_model(run.numerics, recipe, run.parallelism, **arguments)
 
     @property
     def data_ranks(self) -> int:

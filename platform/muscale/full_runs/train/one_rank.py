@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from muscale.full_runs.train.sharding import build_model, mesh_of
+from muscale.full_runs.train.sharding import Meshes, build_model, mesh_of
 from muscale.settings.parallelism import Parallelism, RankGrid
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.family import FamilyError
@@ -59,8 +59,8 @@ def require_shardable(numerics: Numerics, hyperparameters: Hyperparameters, corp
         unused = [module for module, unit in plain.named_modules() if unit in uncalled]
         try:
             with _one_rank():
-                mesh = mesh_of(RankGrid(1, 1, dist.get_world_size(), 1), "cpu")
-                rank = build_model(numerics, recipe, Parallelism(), device=torch.device("cpu"), mesh=mesh)
+                meshes = Meshes(mesh_of(RankGrid(1, 1, dist.get_world_size(), 1), "cpu"))
+                rank = build_model(numerics, recipe, Parallelism(), device=torch.device("cpu"), meshes=meshes)
                 losses = _losses(rank, numerics, recipe, sequences)
         except FamilyError:
             raise

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -61,8 +61,7 @@ class ShardedStrategy(ModelParallelStrategy):
         super().__init__(data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=True)
         self._parallelism, self._device, self._step_timeout, self._step = parallelism, device, step_timeout, step
         self._roll_call: RollCall | None = None
-        self._context_mesh: DeviceMesh | None = None
-        self._expert_mesh: DeviceMesh | None = None
+        self._meshes: Meshes | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -74,13 +73,12 @@ class ShardedStrategy(ModelParallelStrategy):
         self._setup_distributed()
         try:
             grid = rank_grid(self._parallelism)
-            self._device_mesh = mesh_of(grid, self._device.type)
+            self._meshes = Meshes.of(self._parallelism, grid, self._device.type)
         except ValueError as error:
             raise StageError(f"promote: {error}") from error
+        self._device_mesh = self._meshes.ranks
         module: Any = self.lightning_module
-        module._device_mesh = self._device_mesh
-        module.context_mesh = self._context_mesh = context_mesh(self._parallelism, self._device.type)
-        module.expert_mesh = self._expert_mesh = expert_mesh(self._parallelism, grid, self._device.type)
+        module.meshes = self._meshes
         self._roll_call = RollCall(self._step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -90,8 +88,7 @@ class ShardedStrategy(ModelParallelStrategy):
         """
         if batch_idx == 1 and self._roll_call:
             self.barrier()  # with the longer timeout, since ranks may still compile
-            meshes = [mesh for mesh in (self.device_mesh, self._context_mesh, self._expert_mesh) if mesh]
-            groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+            groups = [group for mesh in self._meshes or () if mesh for group in mesh.get_all_groups()]
             for group in (None, *groups, *made_groups()):
                 _set_pg_timeout(self._step_timeout, group)
             self._roll_call.patience = self._step_timeout.total_seconds() / 2
@@ -141,15 +138,27 @@ def expert_mesh(parallelism: Parallelism, grid: RankGrid, device_type: str) -> D
     return init_device_mesh(device_type, sizes, mesh_dim_names=(_REPLICAS, _SHARDS, _EXPERTS))
 
 
+class Meshes(NamedTuple):
+    """Device meshes of this rank: that of `mesh_of`, and those of ranks that share its sequences or have other experts."""
+
+    ranks: DeviceMesh
+    context: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, parallelism: Parallelism, grid: RankGrid, device_type: str) -> Self:
+        """Make the meshes of a layout; all ranks call this."""
+        ranks, context = mesh_of(grid, device_type), context_mesh(parallelism, device_type)
+        return cls(ranks, context, expert_mesh(parallelism, grid, device_type))
+
+
 def build_model(
     numerics: Numerics,
     recipe: Recipe,
     parallelism: Parallelism,
     *,
     device: torch.device,
-    mesh: DeviceMesh | None,
-    context: DeviceMesh | None = None,
-    experts: DeviceMesh | None = None,
+    meshes: Meshes | None,
     min_unit_params: int = 0,
     compiled: bool = False,
     initial_values: bool = True,
@@ -158,9 +167,7 @@ def build_model(
     """Build the model with initial values that do not depend on the layout; on a mesh each rank creates only its part.
 
     Args:
-        mesh: Mesh of `mesh_of`; None in one process.
-        context: Mesh of `context_mesh`.
-        experts: Mesh of `expert_mesh`.
+        meshes: None in one process.
         min_unit_params: Blocks, embeddings and readouts with fewer parameters are sharded together with the rest of the model.
         initial_values: Whether to write initial values: a checkpoint would replace them, and drawing those of 70B takes minutes.
         initial_weights: Folder of the weights of `Numerics.initial_weights`.
@@ -168,15 +175,14 @@ def build_model(
     Raises:
         ValueError: If the layout does not fit the model.
     """
-    model = _without_values(
-        numerics, parallelism, device=device, mesh=mesh, compiled=compiled, context=context, experts=experts
-    )
+    model = _without_values(numerics, parallelism, device=device, meshes=meshes, compiled=compiled)
     family = family_of(numerics.model)
-    if mesh is not None:
+    if meshes is not None:
+        experts = meshes.experts
         shard(
             model,
             family,
-            _of_a_batch(mesh, parallelism),
+            _of_a_batch(meshes.ranks, parallelism),
             parallelism.sharding,
             min_unit_params=min_unit_params,
             experts=list(family.share_experts(model, experts[_EXPERTS])) if experts else (),
@@ -192,8 +198,7 @@ def build_pipeline(
     parallelism: Parallelism,
     *,
     device: torch.device,
-    mesh: DeviceMesh,
-    context: DeviceMesh | None = None,
+    meshes: Meshes,
     micro_batch: int | None = None,
     min_unit_params: int = 0,
     compiled: bool = False,
@@ -203,19 +208,18 @@ def build_pipeline(
     """Build this rank's stages of the model as `build_model` builds a whole one.
 
     Args:
-        context: Mesh of `context_mesh`.
         micro_batch: Most sequences of a micro-batch.
 
     Raises:
         ValueError: If the layout does not fit the model, or the model can't be cut into stages.
     """
-    family, schedule = family_of(numerics.model), parallelism.pipeline_schedule
+    family, schedule, mesh = family_of(numerics.model), parallelism.pipeline_schedule, meshes.ranks
     ranks, rank = mesh[_STAGES].size(), mesh[_STAGES].get_local_rank()
     edges = edges_of(numerics.model, DTYPES[numerics.precision])
     blocks = blocks_of_stages(numerics.model, n_stages(schedule, ranks))
     stages = {}
     for number in stages_of_rank(schedule, rank, ranks):
-        model = _without_values(numerics, parallelism, device=device, mesh=mesh, compiled=compiled, context=context)
+        model = _without_values(numerics, parallelism, device=device, meshes=meshes, compiled=compiled)
         stage = Stage(model, family, blocks[number], edges, device=device)
         of_a_batch = _of_a_batch(mesh, parallelism)
         shard(model, family, of_a_batch, parallelism.sharding, min_unit_params=min_unit_params, root=stage)
@@ -240,27 +244,20 @@ def build_pipeline(
 
 
 def _without_values(
-    numerics: Numerics,
-    parallelism: Parallelism,
-    *,
-    device: torch.device,
-    mesh: DeviceMesh | None,
-    compiled: bool,
-    context: DeviceMesh | None = None,
-    experts: DeviceMesh | None = None,
+    numerics: Numerics, parallelism: Parallelism, *, device: torch.device, meshes: Meshes | None, compiled: bool
 ) -> nn.Module:
     """The whole model on the meta device, with precision, checkpointing, shared products and sequences, and compilation."""
     parallelism.require(numerics.model)
     member, family = numerics.model, family_of(numerics.model)
+    mesh, context, experts = meshes or (None, None, None)
     tensor, stages = (mesh[of] if mesh is not None and of in _names(mesh) else None for of in (_TENSOR, _STAGES))
-    of_experts = experts[_EXPERTS] if experts else None
-    meshes = {
+    needed = {
         "tensor_parallel": tensor,
         "context_parallel": context,
-        "expert_parallel": of_experts,
+        "expert_parallel": experts[_EXPERTS] if experts else None,
         "pipeline_parallel": stages,
     }
-    for name, ranks in meshes.items():
+    for name, ranks in needed.items():
         if (wanted := getattr(parallelism, name)) != (ranks.size() if ranks else 1):
             raise ValueError(f"{name} = {wanted} needs as many ranks, launched together")
     with torch.device("meta"):

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from muscale.full_runs.train.sharding import build_model, context_mesh, expert_mesh, mesh_of
+from muscale.full_runs.train.sharding import Meshes, build_model
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
@@ -40,9 +40,7 @@ def built(
         recipe,
         parallelism,
         device=torch.device("cpu"),
-        mesh=mesh_of(parallelism.grid(RANKS), "cpu"),
-        experts=expert_mesh(parallelism, parallelism.grid(RANKS), "cpu"),
-        context=context_mesh(parallelism, "cpu"),
+        meshes=Meshes.of(parallelism, parallelism.grid(RANKS), "cpu"),
         min_unit_params=min_unit_params,
     )
     return cast(Decoder, model_of_rank)

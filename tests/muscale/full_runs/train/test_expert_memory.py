@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muscale.full_runs.train.sharding import build_model, expert_mesh, mesh_of, rank_grid
+from muscale.full_runs.train.sharding import Meshes, build_model, rank_grid
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture import decoder_part
 from proxy_models.architecture.config import ModelConfig
@@ -65,8 +65,8 @@ def test_weights_gradients_and_moments_of_a_rank_that_has_some_of_the_experts(
         config, micro_batch=SEQUENCES, optimizer=optimizer, **parallelism.memory_conditions(grid)
     )
     with rank_of(3, RANKS), fullest_rank(parallelism.expert_parallel, SEQUENCES * 32 * 2):
-        mesh, experts = mesh_of(grid, "cpu"), expert_mesh(parallelism, grid, "cpu")
-        built = build_model(numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh, experts=experts)
+        meshes = Meshes.of(parallelism, grid, "cpu")
+        built = build_model(numerics, recipe, parallelism, device=torch.device("cpu"), meshes=meshes)
         made = make_optimizer(built, numerics.parametrization(optimizer), recipe)
         training_loss(built, torch.zeros(SEQUENCES, 33, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
         made.step()
@@ -82,8 +82,7 @@ def kept(numerics: Numerics, parallelism: Parallelism) -> tuple[int, float]:
     dist.init_process_group("gloo")
     grid, cpu = rank_grid(parallelism), torch.device("cpu")
     recipe = Hyperparameters(learning_rate=0.01, batch_tokens=256).resolve(25_600)
-    experts = expert_mesh(parallelism, grid, "cpu")
-    built = build_model(numerics, recipe, parallelism, device=cpu, mesh=mesh_of(grid, "cpu"), experts=experts)
+    built = build_model(numerics, recipe, parallelism, device=cpu, meshes=Meshes.of(parallelism, grid, "cpu"))
     found: dict[int, Tensor] = {}
     left, arrived = [], []
     counts = ExpertShare._counts

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muscale.full_runs.train.sharding import build_model, context_mesh, fitting_micro_batch, mesh_of, rank_grid
+from muscale.full_runs.train.sharding import Meshes, build_model, fitting_micro_batch, mesh_of, rank_grid
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
@@ -73,7 +73,9 @@ def test_weights_gradients_and_moments_of_a_rank_that_shares_products(
         tensor_parallel=grid.tensor,
     )
     with rank_of(0 if optimizer == "soap" else 5, 8):  # the first rank owns the most matrices
-        built = build_model(numerics, recipe, parallelism, device=torch.device("cpu"), mesh=mesh_of(grid, "cpu"))
+        built = build_model(
+            numerics, recipe, parallelism, device=torch.device("cpu"), meshes=Meshes(mesh_of(grid, "cpu"))
+        )
         made = make_optimizer(built, numerics.parametrization(optimizer), recipe)
         loss = training_loss(built, torch.zeros(SEQUENCES, 33, dtype=torch.int64))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -103,9 +105,8 @@ def test_activations_of_a_rank_that_shares_products_or_sequences(
         return tensor
 
     with rank_of(0, parallelism.sequence_ranks):
-        mesh, context = mesh_of(parallelism.grid(parallelism.sequence_ranks), "cpu"), context_mesh(parallelism, "cpu")
-        cpu = torch.device("cpu")
-        built = build_model(numerics, recipe, parallelism, device=cpu, mesh=mesh, context=context)
+        meshes = Meshes.of(parallelism, parallelism.grid(parallelism.sequence_ranks), "cpu")
+        built = build_model(numerics, recipe, parallelism, device=torch.device("cpu"), meshes=meshes)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = training_loss(built, torch.zeros(SEQUENCES, 33, dtype=torch.int64))
         assert loss.requires_grad
@@ -124,8 +125,8 @@ def own_bytes(
     """Bytes of weights, gradients and moments of this rank after a step, and the most that a pass makes."""
     family = family_of(numerics.model)
     dist.init_process_group("gloo")
-    mesh, cpu = mesh_of(rank_grid(parallelism), "cpu"), torch.device("cpu")
-    built = build_model(numerics, recipe, parallelism, device=cpu, mesh=mesh, min_unit_params=min_unit_params)
+    meshes, cpu = Meshes(mesh_of(rank_grid(parallelism), "cpu")), torch.device("cpu")
+    built = build_model(numerics, recipe, parallelism, device=cpu, meshes=meshes, min_unit_params=min_unit_params)
     made = make_optimizer(built, numerics.parametrization(recipe.optimizer), recipe)
     tokens = torch.zeros(SEQUENCES, numerics.model.context_length + 1, dtype=torch.int64)
 

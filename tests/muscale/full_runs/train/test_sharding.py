@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
-from muscale.full_runs.train.sharding import build_model, mesh_of
+from muscale.full_runs.train.sharding import Meshes, build_model, mesh_of
 from muscale.settings.parallelism import Parallelism, RankGrid
 from proxy_models.architecture.config import ModelConfig, as_decoder
 from proxy_models.architecture.decoder import Decoder
@@ -332,9 +332,8 @@ def test_every_rank_builds_its_own_part_of_the_same_values(make_run: MakeRun, pa
     grid = parallelism.grid(4)
     for rank in range(4):
         with rank_of(rank, 4):
-            built = build_model(
-                run.numerics, recipe, parallelism, device=device, mesh=mesh_of(grid, "cpu"), min_unit_params=0
-            )
+            meshes = Meshes.of(parallelism, grid, "cpu")
+            built = build_model(run.numerics, recipe, parallelism, device=device, meshes=meshes, min_unit_params=0)
             assert isinstance(built, Decoder)
             parts = dict(built.named_parameters())
             assert parts.keys() == expected.keys()
@@ -354,8 +353,8 @@ def test_a_family_s_ties_and_constants_are_those_of_its_own_build(make_run: Make
     expected = build(member)
     initialize(expected, numerics.parametrization("adamw"), recipe, seed=0)
     with rank_of(1, 2):
-        mesh = mesh_of(RankGrid(1, 1, 2, 1), "cpu")
-        built = build_model(numerics, recipe, Parallelism(), device=torch.device("cpu"), mesh=mesh)
+        meshes = Meshes(mesh_of(RankGrid(1, 1, 2, 1), "cpu"))
+        built = build_model(numerics, recipe, Parallelism(), device=torch.device("cpu"), meshes=meshes)
         assert built.get_parameter("head.weight") is built.get_parameter("symbols.weight")
         assert dict(built.named_parameters()).keys() == dict(expected.named_parameters()).keys()
         for name, buffer in expected.named_buffers():
@@ -387,7 +386,7 @@ def test_learned_positions_that_ranks_share_are_of_whole_sequences(make_run: Mak
             run.segments[0].recipe,
             parallelism,
             device=torch.device("cpu"),
-            mesh=mesh_of(parallelism.grid(2), "cpu"),
+            meshes=Meshes.of(parallelism, parallelism.grid(2), "cpu"),
         )
         with pytest.raises(ValueError, match="context_length=32, got 16"):
             model(torch.zeros(1, 16, dtype=torch.int64))
