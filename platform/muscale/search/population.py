@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from muscale.search.protocols import Advance, Start
-from muscale.search.record import Generation, Record
+from muscale.search.record import CompleteGeneration, Record
 from muscale.search.schedulers import PreferenceScheduler
 from muscale.settings.sweep import changeable
 from search_spaces import Config, Distribution, Integer, LogUniform, Ordinal, Space, Uniform
@@ -63,7 +63,7 @@ class Population(PreferenceScheduler):
                 if any((member, rung) not in record.results for member in members):
                     return None
                 ranking = sorted((record.loss(trial, rung), trial) for trial in members)
-                known = record.generation = Generation(of=of, rung=rung, members=members, ranking=ranking)
+                known = record.generation = CompleteGeneration(of=of, rung=rung, members=members, ranking=ranking)
             for member in known.members:
                 if (member, rung) not in record.advanced:
                     return self._decision(record, known.ranking, member, rung)

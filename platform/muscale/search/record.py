@@ -50,7 +50,7 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class CompleteGeneration:
     """Members of a population that have all arrived at a rung, and (loss, trial) of them there, best first."""
 
     of: tuple[
@@ -122,7 +122,7 @@ class Record:
         self.n_advanced: Counter[int] = Counter()  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all results
         self.events: list[SweepEvent] = []
-        self.generation: Generation | None = None  # cached for the population
+        self.generation: CompleteGeneration | None = None  # cached for the population
         self._last: dict[int, int] = {}
         # (first rung, path) of each trial's start and of every decision to continue it.
         self._segments: dict[int, list[tuple[int, ConfigHistory]]] = {}
