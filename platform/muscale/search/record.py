@@ -53,9 +53,8 @@ class Round:
 class CompleteGeneration:
     """Members of a population that have all arrived at a rung, and (loss, trial) of them there, best first."""
 
-    of: tuple[
-        int, int, int
-    ]  # first trial of the round, numbers of trials and of cancelled ones: these determine the members
+    # First trial of the round, number of trials and number of cancelled trials, which determine the members.
+    of: tuple[int, int, int]
     rung: int
     members: list[int]
     ranking: list[tuple[float, int]]
@@ -122,9 +121,9 @@ class Record:
         self.n_advanced: Counter[int] = Counter()  # by rung
         self.tokens, self.seconds = 0, 0.0  # of all results
         self.events: list[SweepEvent] = []
-        self.generation: CompleteGeneration | None = None  # cached for the population
+        self.generation: CompleteGeneration | None = None  # the latest, cached for the population
         self._last: dict[int, int] = {}
-        # (first rung, path) of each trial's start and of every decision to continue it.
+        # (first rung, path) of each segment of a trial: one from its start, and one from every decision to continue it.
         self._segments: dict[int, list[tuple[int, ConfigHistory]]] = {}
         self._rungs: dict[int, _Rung] = {}
         for row in failures:
