@@ -189,6 +189,21 @@ def connect(**options: Any) -> None:
 
 
 @contextmanager
+def in_environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the block: Ray reads its settings from them, and a notebook's own Tuner would, too."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
 def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of one of Ray's private modules within the block; a Ray that lacks it stays as it is."""
     before = getattr(module, name, None)

@@ -15,7 +15,6 @@ from proxy_models.evaluation.smooth_scores import CONTAMINATED, TASKS, Bits, Sum
 from proxy_models.evaluation.task_files import TaskFile, read_tasks
 from proxy_models.evaluation.task_model import TaskModel
 from proxy_models.hashing import content_key
-from proxy_models.serialization import Serializable
 
 SCORING = 1
 """Version of the computation. Raise it with any change after which the same weights get other scores beyond rounding."""
@@ -119,35 +118,3 @@ def _summary(values: Sequence[Any], aggregation: Callable[..., Any] | None) -> S
         return float(aggregation(values)), None
     except OverflowError:  # a perplexity
         return math.inf, None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskRecord(Serializable):
-    """A task in a manifest.
-
-    Attributes:
-        files: SHA-256 of the YAML file, of what it includes and of the data files, by path in the folder.
-        n_items: Items that are scored.
-        n_contaminated: Items of these that occur in the training text; None: it was not searched.
-    """
-
-    name: str
-    files: Mapping[str, str]
-    n_items: int
-    n_contaminated: int | None
-
-
-def task_manifest(tasks: Tasks) -> tuple[TaskRecord, ...]:
-    """Return a record of each task; raise errors as `Tasks.measure`."""
-    files, known = tasks.files, tasks.contaminated
-    with loaded(files, seed=tasks.seed) as found:
-        n_items = {name: len(list(task.doc_iterator(limit=tasks.limit))) for name, task in found.items()}
-    return tuple(
-        TaskRecord(
-            name=name,
-            files=files[name].hashes,
-            n_items=n,
-            n_contaminated=None if known is None else sum(number < n for number in known.get(name, ())),
-        )
-        for name, n in n_items.items()
-    )

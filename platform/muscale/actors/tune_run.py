@@ -6,11 +6,9 @@ If a job's process is lost, the work hands out the job again as another Tune tri
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +19,7 @@ from muscale.actors.work import LOSS, Steps, Work
 from muscale.errors import StageError
 from muscale.fingerprint import package_fingerprint
 from muscale.interrupts import defer_sigint, interruptible
-from muscale.ray_connection import alive_nodes, may_grow, note_taken, require_room, room_for
+from muscale.ray_connection import alive_nodes, in_environment, may_grow, note_taken, require_room, room_for
 from muscale.store.cancels import cancellable
 
 if TYPE_CHECKING:
@@ -63,7 +61,8 @@ def run_with_tune(
         LedgerUnavailableError: If the driver can't record a result.
     """
     begun = time.time()
-    with cluster(resources), cancellable(ledger), _tune_settings(resources.workers + 1):
+    settings = {**_TUNE, _MOST_PENDING: str(resources.workers + 1)}
+    with cluster(resources), cancellable(ledger), in_environment(settings):
         require_room("resources", resources.ranks_per_trial, resources.worker)
         note_taken("resources", resources.ranks_per_trial, resources.worker)
         _fit(work, steps, ledger, resources, callbacks, trainable)
@@ -132,22 +131,6 @@ class _Capacity:
             nodes = [node["Resources"] for node in alive_nodes()]
             self._looked, self._room = now, room_for(nodes, resources.worker) // resources.ranks_per_trial
         return min(resources.workers, max(1, self._room))
-
-
-@contextmanager
-def _tune_settings(most_pending: int) -> Iterator[None]:
-    """Tune's settings within the block; it reads them from the environment, where a notebook's own Tuner would find them."""
-    own = {**_TUNE, _MOST_PENDING: str(most_pending)}
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _stop(work: Work) -> None:

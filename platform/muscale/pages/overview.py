@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from muscale.findings import StudyContents
+from muscale.pages.study_cost import PURPOSES
 from muscale.store.ledger_tables import ResultKind
 from scaling.presentation import lines
-
-_STAGES = {
-    "sweep": "sweep",
-    "tune": "Tuner",
-    "transfer": "transfer",
-    "ladder": "ladder",
-    "compare": "variants",
-    "full": "full runs",
-}
 
 
 def overview(study: StudyContents) -> str:
@@ -27,7 +19,7 @@ def _rows(study: StudyContents) -> Iterator[tuple[str, str]]:
     yield "study", f"{study.config.name}, in {study.directory}"
     runs, check = study.ledger.least_losses(), study.coordinate_check
     yield "check", ("passed" if check.passed else "failed") if check else "not yet"
-    for purpose, name in _STAGES.items():
+    for purpose, name in PURPOSES.items():
         if purpose in runs:
             n, best = runs[purpose]  # NaN if all diverged
             yield (

@@ -15,8 +15,15 @@ from muscale.store.ledger_tables import runs, segments
 from proxy_models.architecture.member import Member
 from scaling.drawing import COLOURS
 
-PURPOSES = ("sweep", "tune", "transfer", "ladder", "compare", "full")
-"""Purposes in the order of the stages: training that two purposes share counts for the first."""
+PURPOSES = {
+    "sweep": "sweep",
+    "tune": "Tuner",
+    "transfer": "transfer",
+    "ladder": "ladder",
+    "compare": "variants",
+    "full": "full runs",
+}
+"""Purposes of runs in the order of the stages, with their names on pages; training that two purposes share counts for the first."""
 _ROW, _AROUND = 40, 150  # pixels of height of a bar, and of the margin around both
 
 

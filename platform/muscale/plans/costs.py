@@ -18,22 +18,19 @@ from muscale.store.lineage import Chain
 from muscale.store.read_only import open_read_only
 from proxy_models.training.numerics import Numerics
 
-_IN_TURN = ("sweep", "transfer", "ladder")
-_TRAINS = {
-    "check": (),
-    "sweep": _IN_TURN[:1],
-    "sweep --narrow": ("sweep", "sweep --narrow"),
-    "transfer": _IN_TURN[:2],
-    "ladder": _IN_TURN,
-    "fit": _IN_TURN,
-    "plan": _IN_TURN,
-    "promote": (*_IN_TURN, "promote"),
-    "run": (*_IN_TURN, "promote"),
-    "compare": ("sweep", "transfer", "compare"),
+_NEEDS = {
+    "check": None,
+    "sweep": None,
+    "sweep --narrow": "sweep",
+    "transfer": "sweep",
+    "ladder": "transfer",
+    "fit": "ladder",
+    "plan": "fit",
+    "promote": "plan",
+    "run": "promote",
+    "compare": "transfer",
 }
-"""Stages that each command trains in a new study, in order: the stages that it depends on, and itself."""
-
-
+"""The stage or command before each."""
 _COLUMNS = ["stage", "runs", "n_tokens", "compute_flops"]
 _ONE_SIZE = " --one-size"
 
@@ -42,7 +39,11 @@ def cost_of(command: str, config: StudyConfig) -> pd.DataFrame:
     """Return `estimate` of the stages that a command on a new study runs; for `compare`, a row for each part of each variant."""
     if command.endswith(_ONE_SIZE):
         command, config = command.removesuffix(_ONE_SIZE), config.at_one_size()
-    stages = estimate(config).set_index("stage", drop=False).loc[[*_TRAINS[command]]].reset_index(drop=True)
+    table, needed, before = estimate(config), {command}, _NEEDS[command]
+    while before:
+        needed.add(before)
+        before = _NEEDS[before]
+    stages = table[table["stage"].isin(needed)].reset_index(drop=True)
     return pd.concat([stages[:-1], _variants(config)], ignore_index=True) if command == "compare" else stages
 
 

@@ -79,7 +79,7 @@ def test_the_printed_command_runs_as_it_stands_and_its_verdict_is_the_gate_s(mak
 def test_the_plan_s_rate_follows_the_law_of_experts_that_the_gate_reads(make_study: MakeStudy) -> None:
     path = make_study()
     experts = ["n_experts=8", "experts_per_token=2", "expert_ratio=1.0", "mlp_ratio=2.0"]
-    own = [*(f"model.{one}" for one in experts), "plan.explicit.experts_per_token=4", "transfer.experts=[4, 8]"]
+    own = [*(f"model.{one}" for one in experts), "plan.explicit.experts_per_token=4", "transfer.experts=[8, 16]"]
     sweep = swept(path, *own)
     study = opened(path, sweep, *own)
     finished(study, sweep, above=0, drift=-0.6)
@@ -87,7 +87,7 @@ def test_the_plan_s_rate_follows_the_law_of_experts_that_the_gate_reads(make_stu
     kept = study._stages.plan()
     assert "experts^" not in kept.rules["learning_rate"]
 
-    wider = opened(path, sweep, *own, "transfer.experts=[4, 8, 16]")
+    wider = opened(path, sweep, *own, "transfer.experts=[8, 16, 32]")
     law = finished(wider, sweep, above=0, drift=-0.6).axis_laws["experts"]
     assert isinstance(law, AxisLaw)
     moved = study._stages.plan()

@@ -36,7 +36,7 @@ from proxy_models.evaluation.measure import Measured, Score, Subject
 from proxy_models.evaluation.request_log import RequestLog
 from proxy_models.evaluation.smooth_scores import choice_scores, share_error
 from proxy_models.evaluation.task_model import Generation, TaskModel
-from proxy_models.evaluation.tasks import SCORING, Tasks, task_manifest
+from proxy_models.evaluation.tasks import SCORING, Tasks
 from proxy_models.training.numerics import Numerics
 
 LENGTH = 96
@@ -363,16 +363,6 @@ def test_the_key_is_of_content_and_settings(folder: Path) -> None:
         file.write("\n")
     keys.add(Tasks(folder=moved).key)
     assert len(keys) == 6
-
-
-def test_a_manifest_names_files_and_items(folder: Path) -> None:
-    choice, spelled = task_manifest(Tasks(folder=folder, contaminated={"choice": (0, 3)}, limit=3))
-    assert set(choice.files) == {"choice.yaml", "choice.jsonl"}
-    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in choice.files.values())
-    assert (choice.n_items, choice.n_contaminated) == (3, 1)
-    assert (spelled.n_items, spelled.n_contaminated) == (3, 0)
-    assert task_manifest(Tasks(folder=folder))[0].n_contaminated is None
-    assert type(choice).from_dict(json.loads(json.dumps(choice.to_dict()))) == choice
 
 
 def test_nothing_is_written_outside_the_evaluations_folder(folder: Path, corpus: Corpus, tmp_path: Path) -> None:

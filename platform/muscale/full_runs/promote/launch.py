@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from muscale.full_runs.records.preemption import NOTICE, OBEYED
 from muscale.interrupts import defer_sigint, interruptible
 from muscale.layout import COLLECTIVES, FAILURE, METRICS, RESULT
 from muscale.progress import Update, following
-from muscale.ray_connection import alive_nodes, note_taken, require_room, room_for
+from muscale.ray_connection import alive_nodes, in_environment, note_taken, require_room, room_for
 from muscale.settings.config import StudyConfig
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.tables import ResourceSettings
@@ -78,7 +77,7 @@ def launch(
         directory.mkdir(parents=True, exist_ok=True)
         for previous in (FAILURE, NOTICE, OBEYED):
             (directory / previous).unlink(missing_ok=True)
-        with cluster(resources):
+        with cluster(resources), in_environment(_TRAIN):
             require_room("promote", settings.sizes[0], resources.full_run_worker)
             note_taken("promote", settings.sizes[0], resources.full_run_worker)
             with async_evaluation_of(run, settings, resources, measures, evaluators=evaluators) as fitting:
@@ -108,8 +107,6 @@ def _train_with_retries(
     worker: Callable[[dict[str, Any]], None],
     fitting: Fitting,
 ) -> None:
-    for variable, value in _TRAIN.items():
-        os.environ.setdefault(variable, value)
     with defer_sigint():
         from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchConfig, TorchTrainer
