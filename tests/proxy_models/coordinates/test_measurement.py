@@ -152,10 +152,11 @@ RATES: dict[OptimizerName, float] = {
 def test_every_optimizer_passes_with_its_own_exponent_and_with_no_other(corpus: Corpus, name: OptimizerName) -> None:
     values = replace(VALUES, learning_rate=RATES[name])
 
-    def planted(exponent: float) -> Rule:
+    def planted(exponent: float, in_depth: float = 0.0) -> Rule:
         def rule(config: ModelConfig, base: ModelConfig) -> Parametrization:
             table = parametrize(config, base, optimizer=name)
             change = (config.d_model / base.d_model) ** (RATE_EXPONENT[name] - exponent)
+            change *= (config.n_layers / base.n_layers) ** in_depth
             return with_rules(
                 table,
                 lambda _, r: replace(r, lr_factor=r.lr_factor * change) if r.tensor_class is TensorClass.HIDDEN else r,
@@ -172,6 +173,13 @@ def test_every_optimizer_passes_with_its_own_exponent_and_with_no_other(corpus: 
     for other in (own - 0.5, own + 0.5):
         wrong = coordinate_check(FAMILY, values, corpus, widths=WIDTHS, n_steps=first, parametrization=planted(other))
         assert [finding.fault for finding in wrong.findings][:1] == ["learning-rate scaling"], other
+    for power in (-1.0, 1.0):
+        deep = coordinate_check(
+            FAMILY, values, corpus, widths=WIDTHS, depths=SHALLOW, n_steps=first, parametrization=planted(own, power)
+        )
+        assert [(finding.fault, finding.axis) for finding in deep.findings] == [
+            ("learning-rate scaling in depth", "depth")
+        ], power
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
