@@ -22,11 +22,11 @@ def experts(model: ModelConfig) -> tuple[int | None, int, float | None]:
 @pytest.mark.parametrize(
     ("axis", "size", "expected"),
     [
-        ("experts", 4, (4, 1, 1.0)),
+        ("experts", 16, (16, 4, 1.0)),
         ("experts", 32, (32, 8, 1.0)),
         ("granularity", 2, (8, 2, 1.0)),
         ("granularity", 8, (32, 8, 0.25)),
-        ("granularity", 1, (4, 1, 2.0)),
+        ("granularity", 4, (16, 4, 0.5)),
         ("sparsity", 4, (8, 2, 1.0)),
         ("sparsity", 16, (32, 2, 1.0)),
     ],

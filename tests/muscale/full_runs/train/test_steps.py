@@ -193,7 +193,9 @@ def test_rank_0_killed_costs_the_rows_since_the_last_read_and_they_are_written_a
     train(whole)
     saves = run.directory / CHECKPOINTS if saved < at else None
     assert ended(start(run, 2, fault=partial(is_killed, 0, at, saves))) == [-signal.SIGKILL, 1]
-    assert [row["tokens"] // BATCH for row in rows(run)] == list(range(1, written + 1))
+    kept = [row["tokens"] // BATCH for row in rows(run)]
+    assert kept == list(range(1, len(kept) + 1))
+    assert written <= len(kept) <= at, "more where a read was due because five seconds had passed"
     assert at - written <= rank_flags.MOST_STEPS
     train_on(run, 2)
     assert result(run)["resumed_from"] == (BATCH * saved if saved < at else 0)
