@@ -178,12 +178,15 @@ class Display:
 @contextmanager
 def following(metrics: Path, n_tokens: int, update: Update) -> Iterator[None]:
     """Show the progress of a run in other processes from the last line of its metrics file."""
-    update((json_lines.last(metrics) or {}).get("tokens", 0), n_tokens, "tokens; waiting for workers")
+    begun = (json_lines.last(metrics) or {}).get("tokens", 0)
+    update(begun, n_tokens, "tokens; waiting for workers")
 
     def follow(done: threading.Event) -> None:
         while not done.wait(1.0):
             row = json_lines.last(metrics) or {}
-            if "train_loss" in row:  # the last batches of a run may be left out
+            if row.get("tokens", 0) == begun:  # the time left counts from the last look before the first step
+                update(begun, n_tokens, "tokens; waiting for workers")
+            elif "train_loss" in row:  # the last batches of a run may be left out
                 update(row["tokens"], n_tokens, f"tokens, training loss {row['train_loss']:.4f}")
 
     with in_background(follow, "follow full run"):

@@ -64,6 +64,7 @@ from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.open_ledger import open_ledger
+from muscale.store.statements import find
 from muscale.tracking.trackers import Tracking
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.data.cleaning.cleaned import Cleaned
@@ -177,6 +178,7 @@ class Study(Result):
                 corpus = self._write_corpus(folder)
         except CorpusError as error:
             raise StageError(f"corpus: {error}") from error
+        self._require_trained_on(corpus)
         data.require_fitting_model(corpus, config.model)
         for warning in data.cut_records(corpus, config.model.context_length):
             self._display.line(f"warning: {warning}")
@@ -188,6 +190,18 @@ class Study(Result):
         if not known_leaks(config, self.ledger, corpus):
             self._find_leaks(corpus)
         return corpus
+
+    def _require_trained_on(self, corpus: Corpus) -> None:
+        """Refuse a corpus other than that of the search's runs, and remove it: it would begin the whole study again."""
+        of_sweep = self.ledger.read(find, "runs", {"purpose": "sweep"}, ["-created_at"], limit=1)
+        trained = of_sweep and self.ledger.read(find, "segments", {"key": of_sweep[0]["key"]}, limit=1)
+        if not trained or (before := trained[0]["numerics"]["corpus_key"]) == corpus.key:
+            return
+        discard_corpus(corpus.folder)
+        raise StageError(
+            f"corpus: the text now gives corpus {corpus.key}, but the study's runs were trained on {before}: restore the text, or "
+            "begin a study in another directory"
+        )
 
     def _write_corpus(self, folder: Path) -> Corpus:
         config = self.config
@@ -793,6 +807,8 @@ class Study(Result):
         reader._stages = Stages(self.contents, lambda: self.corpus)
         reader._stages.known = findings(self.contents, self._stages.known)
         if reader._stages.known.fit is None:
+            if self.contents.corpus is None and self.ledger.is_begun:
+                raise StageError(f"promote: {self.directory / CORPUS} is missing; run `muscale plan` to write it again")
             raise StageError("promote: a plan needs its ladder; run `muscale plan` first")
         plan, config = reader._to_promote(plan, register=False)
         return reader._dry_run(plan, config, self._known_check())

@@ -217,7 +217,7 @@ class _Request:
         if differences:
             raise OtherCorpusError(
                 f"{files.folder}: holds the corpus of {there}, not of {source} as it is now: {'; '.join(differences)}; "
-                "choose another folder or remove this one"
+                "restore them, or choose another folder"
             )
         if any(now[file.path] != file for file in recorded):  # touched: otherwise each opening would hash them again
             with suppress(OSError):

@@ -135,6 +135,8 @@ def test_two_runs_are_compared(runs: pd.DataFrame) -> None:
 
 def test_a_key_must_mean_one_run(runs: pd.DataFrame) -> None:
     assert one_run(runs, "b")["key"] == "bb33"
+    shared = pd.concat([runs, runs[runs["key"] == "bb33"].assign(purpose="ladder")])
+    assert one_run(shared, "bb33")["key"] == "bb33", "a run of two stages has a row for each"
     with pytest.raises(RunSelectionError, match=r"'aa'.*2 runs \(aa11, aa22\):"):
         one_run(runs, "aa")
     for nothing in ("zz", ""):

@@ -1,9 +1,12 @@
 """What a log says of a stage."""
 
+import threading
+from pathlib import Path
+
 import pytest
 
 from muscale.formatting import format_duration
-from muscale.progress import Display, Pace
+from muscale.progress import Display, Pace, following
 
 
 def test_a_log_has_a_line_for_every_tenth_of_each_pass_of_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +34,26 @@ def test_a_log_has_a_line_for_every_tenth_of_each_pass_of_a_stage(capsys: pytest
         "sweep     36 of 60  a further round",
         "sweep     30 of 60  again",
     ]
+
+
+def test_the_time_left_of_a_run_does_not_count_its_start(tmp_path: Path) -> None:
+    metrics, clock, seen = tmp_path / "metrics.jsonl", Clock(), threading.Event()
+    pace, looks = Pace(clock), []
+
+    def update(done: float, total: float, note: str, *, share: float | None = None) -> None:
+        clock.now += 100.0 if not done else 10.0  # slow to start
+        pace.update(done, total)
+        looks.append(done)
+        if len(looks) == 3:
+            metrics.write_text('{"tokens": 100, "train_loss": 2.0}\n')
+        elif done:
+            seen.set()
+
+    with following(metrics, 1000, update):
+        assert seen.wait(30)
+    assert looks[:4] == [0, 0, 0, 100]
+    assert pace.left is not None
+    assert pace.left <= 9 * 10.0
 
 
 def test_what_is_over_within_a_second_is_two_lines_of_a_log(capsys: pytest.CaptureFixture[str]) -> None:

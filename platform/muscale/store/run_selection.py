@@ -82,6 +82,7 @@ def widened(runs: pd.DataFrame) -> pd.DataFrame:
 def one_run(runs: pd.DataFrame, prefix: str) -> pd.Series[Any]:
     """The run whose key begins with `prefix`; raises RunSelectionError if no run, or more than one, matches."""
     found = runs[runs["key"].str.startswith(prefix)] if prefix else runs.iloc[:0]
+    found = found.drop_duplicates("key")  # a run that stages share has a row for each
     if len(found) == 1:
         return found.iloc[0]
     if found.empty:

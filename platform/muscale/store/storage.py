@@ -161,7 +161,12 @@ def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
             return LedgerUnavailableError(
                 f"{name}: another process has kept the ledger busy for {_BUSY_SECONDS:.0f} s ({first_line(error)})"
             )
-        case ["SQLITE", "FULL" | "READONLY" | "IOERR" | "CANTOPEN"]:
+        case ["SQLITE", "READONLY"]:
+            return LedgerUnavailableError(
+                f"{name}: the ledger can't be written: {first_line(error)}; check the permissions of the file and its folder, and run "
+                "the same command again"
+            )
+        case ["SQLITE", "FULL" | "IOERR" | "CANTOPEN"]:
             return LedgerUnavailableError(
                 f"{name}: the ledger can't be written: {first_line(error)}; check its disk and run the same command again to resume"
             )

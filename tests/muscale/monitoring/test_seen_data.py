@@ -1,6 +1,7 @@
 """The documents of a step of any run, and the marks of epochs on the full run's loss curve."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from muscale.cli import app
 from muscale.errors import RunSelectionError
 from muscale.findings import findings
 from muscale.full_runs.promote.promotion import FULL_RUN_LABEL
-from muscale.layout import FULL_RUNS, METRICS
+from muscale.layout import CORPUS, FULL_RUNS, METRICS
 from muscale.monitoring.run_figures import curve_data, draw_curve, epoch_marks
 from muscale.monitoring.seen_data import SeenData
 from muscale.pages.contents import gather
@@ -26,6 +27,7 @@ from muscale.store.ledger_tables import runs
 from muscale.store.lineage import Chain
 from muscale.store.statements import find
 from proxy_models.data.batches import TokenStream, training_stream
+from proxy_models.data.token_files import MANIFEST
 from tests.muscale.planted import planted_fit, planted_horizon
 
 MakeStudy = Callable[..., Path]
@@ -44,6 +46,22 @@ def trained_run(study: Study, purpose: str = "ladder", label: str = "a run") -> 
 
 def text_of(sequences: torch.Tensor) -> list[str]:
     return [bytes(row.tolist()).replace(b"\0", b"").decode() for row in sequences]
+
+
+def test_a_study_whose_search_was_trained_does_not_begin_again_on_another_text(make_study: MakeStudy) -> None:
+    path = make_study()
+    study = Study.open(path, quiet=True)
+    chain, folder, changed = trained_run(study, purpose="sweep"), path.parent / CORPUS, path.parent / "text" / "new.txt"
+    key = chain.numerics.corpus_key
+    shutil.rmtree(folder)
+    assert Study.open(path, quiet=True).corpus.key == key, "written again from the same text"
+    shutil.rmtree(folder)
+    changed.write_text("words that no run has seen " * 50)
+    with pytest.raises(StageError, match=key):
+        _ = Study.open(path, quiet=True).corpus
+    assert not (folder / MANIFEST).exists(), "what is not the study's corpus does not stay"
+    changed.unlink()
+    assert Study.open(path, quiet=True).corpus.key == key
 
 
 def test_the_documents_of_a_step_hold_the_text_that_was_trained_on(

@@ -35,6 +35,13 @@ def test_the_quickstart_is_valid_and_spans_what_it_claims() -> None:
     assert 4 <= config.plan.budget.compute_flops / (6 * max(compute)) <= 10
 
 
+def test_a_file_from_an_editor_of_windows_is_the_same(make_study: MakeStudy) -> None:
+    path = make_study()
+    plain = StudyConfig.read(path).to_dict()
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert StudyConfig.read(path).to_dict() == plain
+
+
 def test_the_resolved_config_is_json(make_study: MakeStudy) -> None:
     config = StudyConfig.read(make_study())
     assert json.loads(json.dumps(config.to_dict()))["sweep"]["space"]["init_scale"]["high"] == 2.0

@@ -280,7 +280,10 @@ def recorded_parent(wanted: ParentSettings, reason: str, changes: Mapping[str, A
         if same and wanted.run in (None, parent["run"], parent["name"]) and wanted.tokens in (None, parent["tokens"]):
             return ParentSettings(run=parent["run"], tokens=parent["tokens"])
     run = wanted.run or begun_last(ledger)
-    return ParentSettings(run=run, tokens=wanted.tokens or newest_checkpoint(run, ledger))
+    tokens = wanted.tokens or newest_checkpoint(run, ledger)
+    if tokens is None:
+        raise StageError(f"amend: run {run} has no checkpoint yet; wait for its first, or name another run with --run")
+    return ParentSettings(run=run, tokens=tokens)
 
 
 def newest_checkpoint(run: str, ledger: Ledger) -> int | None:

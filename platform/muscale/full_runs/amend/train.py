@@ -138,7 +138,7 @@ class Amended(Recorded):
         place, error = "inside" if self.inside else "OUTSIDE", 1 - self.forecast.loss / self.after.own
         return [
             *(f"  {line}" for line in str(self.forecast).splitlines()),
-            f"  measured {self.after.own:.4f}: {place} the interval, error {error:+.2%}",
+            f"  measured {self.after.own:.4f}: {place} the interval, error {error:+.2%} of the measured loss",
         ]
 
 

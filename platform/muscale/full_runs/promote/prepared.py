@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -53,11 +54,12 @@ class Prepared(Recorded):
     workers: int
 
     def __str__(self) -> str:
+        path = shlex.quote(self.path)
         return (
             f"wrote {self.path}\n"
-            f"train it:  torchrun --nproc-per-node {self.workers} -m muscale train {self.path}\n"
-            f"in Slurm:  srun --ntasks {self.workers} muscale train {self.path}\n"
-            f"alone:     muscale train {self.path}\n"
+            f"train it:  torchrun --nproc-per-node {self.workers} -m muscale train {path}\n"
+            f"in Slurm:  srun --ntasks {self.workers} muscale train {path}\n"
+            f"alone:     muscale train {path}\n"
             "then run `muscale promote` again to record the result"
         )
 

@@ -99,7 +99,7 @@ class Promotion(Recorded):
         lines = [
             f"promotion: forecast {self.forecast:.4f} {self.loss_unit}, {self.level:.0%} interval "
             f"[{self.low:.4f}, {self.high:.4f}], registered {self.registered_at}",
-            f"  measured {self.loss:.4f} {where}: {place} the interval, error {self.relative_error:+.2%}",
+            f"  measured {self.loss:.4f} {where}: {place} the interval, error {self.relative_error:+.2%} of the measured loss",
         ]
         if self.source_losses:
             lines.append("  " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.source_losses.items()))
