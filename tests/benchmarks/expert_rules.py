@@ -17,7 +17,7 @@ Schemes have the same FLOPs. "mean_field" equals "fan_in" as long as the experts
 
 Each axis is judged by the verdict of `muscale transfer`; `given up` is the loss that the smallest member's best rate costs at the
 largest. The folder keeps every finished run, and the same command continues; `--hours` ends a slice. A
-run takes 7 to 40 s of a processor: all 504 about 2 h, 168 for each seed.
+run takes 7 to 60 s of a processor: all 504 about 2.5 h, 168 for each seed.
 """
 
 from __future__ import annotations
