@@ -10,6 +10,7 @@ import numpy as np
 from scaling.arrays import Array
 from scaling.decisions.accelerators import Accelerator, Budget, accelerator, require_positive
 from scaling.errors import ScalingError
+from scaling.fits.runs import require_count
 from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import Form
 from scaling.forms.spending import UNIQUE, Spending
@@ -113,9 +114,10 @@ class Limits:
     deadline: Budget | None = None
 
     def __post_init__(self) -> None:
-        for name in ("unique_tokens", "max_epochs"):
-            if (value := getattr(self, name)) is not None:
-                require_positive(name, value)
+        if self.unique_tokens is not None:
+            require_count(UNIQUE, self.unique_tokens)
+        if self.max_epochs is not None:
+            require_positive("max_epochs", self.max_epochs)
         if self.max_sparsity is not None and not 1 <= self.max_sparsity < math.inf:
             raise ValueError(f"max_sparsity must be finite and at least 1, got {self.max_sparsity!r}")
         if self.max_epochs is not None and self.unique_tokens is None:
@@ -126,7 +128,7 @@ class Limits:
             if not sizes:
                 raise ValueError("sizes must hold at least one size, got none")
             for size in sizes:
-                require_positive("sizes", n_params_of(size))
+                require_count("sizes", n_params_of(size))
 
     @property
     def states_sparsity(self) -> bool:

@@ -22,6 +22,7 @@ from scaling.decisions.design import Design
 from scaling.fits.ensemble import RESIDUAL_RATIO, Ensemble
 from scaling.fits.forecast import Forecast, interval_factor, log_scale
 from scaling.fits.result import ScalingFit
+from scaling.fits.runs import COUNTED, counts
 from scaling.fits.support import RATIO_MARGIN, few_runs, unsupported
 from scaling.forms.law import compute_flops
 from scaling.presentation import counted, lines
@@ -38,7 +39,7 @@ class NextRuns(JsonResult):
 
     Attributes:
         runs: rows of the chosen candidates, with `cost_flops`, and after each run: `spent_flops`, `variance_left` (share of the
-            parameters' variance at the target) and `width` (expected full width of the interval over the forecast, if the
+            parameters' variance at the target) and `interval` (expected full width of the interval over the forecast, if the
             run's loss is as the form predicts; if the form fails, the next fit's interval is wider, see RESULTS.md).
         now: forecast of the target by the present fit; it states what N counts.
         reasons: why the forecast would still be unsupported after these runs (`scaling.fits.support`); for reasons that depend
@@ -62,7 +63,7 @@ class NextRuns(JsonResult):
     @property
     def width_then(self) -> float:
         """Expected full width of the interval over the forecast, after these runs."""
-        return float(self.runs["width"].iloc[-1]) if len(self.runs) else self.width_now
+        return float(self.runs["interval"].iloc[-1]) if len(self.runs) else self.width_now
 
     @property
     def about(self) -> str:
@@ -82,7 +83,7 @@ class NextRuns(JsonResult):
 
     def __str__(self) -> str:
         formats = dict.fromkeys(self.runs.select_dtypes("number"), "{:.4g}".format)
-        formats |= {"variance_left": "{:.1%}".format, "width": "{:.2%}".format}
+        formats |= {"variance_left": "{:.1%}".format, "interval": "{:.2%}".format}
         table = [self.runs.to_string(index=False, formatters=formats)] if len(self.runs) else []
         return "\n".join([self.about, *table])
 
@@ -123,7 +124,7 @@ def next_runs(
     if candidates is None:
         candidates = candidate_runs(fit, n_params, n_tokens, affordable_flops=affordable_flops, **columns)
     require_columns(candidates, (*target,))
-    points = pd.DataFrame({name: numbers(candidates, name) for name in target})
+    points = pd.DataFrame({name: (counts if name in COUNTED else numbers)(candidates, name) for name in target})
     cost = (
         numbers(candidates, "cost_flops")
         if "cost_flops" in candidates
@@ -139,7 +140,7 @@ def next_runs(
     picks = _picks(design, points, cost, affordable_flops, helps)
     before = design.variance
     chosen: list[int] = []
-    records: list[dict[str, float]] = []
+    records: list[tuple[float, float, float]] = []
     stopped = f"{n_runs} runs were asked for"
     reasons, scale, reached = now.reasons, now.log_scale, _full_width(now.log_scale, level)
     while len(chosen) < n_runs:
@@ -163,10 +164,10 @@ def next_runs(
             break
         chosen.append(index)
         rows, scale, reached, reasons = then, after, _full_width(after, level), later
-        records.append({"spent_flops": cost[chosen].sum(), "variance_left": share, "width": reached})
+        records.append((cost[chosen].sum(), share, reached))
     runs = candidates.iloc[chosen].assign(cost_flops=cost[chosen])
-    extra = pd.DataFrame(records, index=runs.index, columns=["spent_flops", "variance_left", "width"])
-    return NextRuns(runs=pd.concat([runs, extra], axis=1), now=now, stopped=stopped, reasons=reasons)
+    runs[["spent_flops", "variance_left", "interval"]] = np.reshape(records, (len(chosen), 3))
+    return NextRuns(runs=runs, now=now, stopped=stopped, reasons=reasons)
 
 
 def _bring_support(rows: pd.DataFrame, points: pd.DataFrame, target: Mapping[str, float]) -> NDArray[np.bool_]:

@@ -20,7 +20,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.checks import LEAVE_OUT, column_name, numbers, or_nan, require_columns, require_filled, row_name
+from scaling.checks import LEAVE_OUT, column_name, numbers, or_nan, positive, require_columns, require_filled, row_name
 from scaling.fits.as_found import BYTES, NO_COLUMNS, NOTES, PER_BYTE, UNIT, as_found
 from scaling.fits.checkpoints import SharedRuns, checkpoints
 from scaling.fits.recipes import worse_recipes
@@ -28,6 +28,7 @@ from scaling.fits.support import MOST_NATS
 from scaling.fits.unfinished import NO_LOSS, note_of, unfinished_states, without_loss
 from scaling.fits.units import rows_in_bits
 from scaling.forms.law import NATS, compute_flops
+from scaling.forms.spending import UNIQUE
 
 Table: TypeAlias = pd.DataFrame | Sequence[Mapping[str, Any]] | str | os.PathLike[str]
 """A table of runs, a list of dicts, or the path of one: Parquet, CSV, TSV or JSON Lines."""
@@ -43,6 +44,8 @@ LEAST_COUNT = 1000.0
 """Smallest count of parameters or tokens; a smaller number is in millions or billions (assumed)."""
 MOST_COUNT = 1e30
 """Largest count (assumed); the FLOPs of both at this bound are still finite."""
+COUNTED = ("n_params", "n_tokens", UNIQUE)
+"""Columns of counts."""
 RATIO = (1e-2, 1e5)
 """Range of the median D/N; outside, N and D are taken to be in different units (assumed; public ladders: 4 to 185)."""
 FLOPS_FACTOR = 3.0
@@ -227,6 +230,14 @@ def counts(rows: pd.DataFrame, column: str) -> Array:
     return values
 
 
+def require_count(name: str, value: float) -> None:
+    """Raise ValueError unless the value is a finite number of a count's size."""
+    if not LEAST_COUNT <= positive(name, value) <= MOST_COUNT:
+        raise ValueError(
+            f"{name} must be a plain count from {LEAST_COUNT:g} to {MOST_COUNT:g}, got {value:g}: is it in millions or billions?"
+        )
+
+
 def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: float, loss_unit: str | None) -> Runs:
     """Check a ladder, and leave out what cannot inform the law (its columns: see `fitting.fit`).
 
@@ -291,9 +302,11 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
 def _floats(runs: pd.DataFrame, open_: NDArray[np.bool_], name: str, *, inclusive: bool = False) -> Array:
     """A column, [K]; open rows must keep its rule, others may hold anything."""
     values = np.array([or_nan(value) for value in runs[name]])
-    considered, counted = runs[open_], name in ("n_params", "n_tokens")
+    considered = runs[open_]
     values[open_] = (
-        counts(considered, name) if counted else numbers(considered, name, inclusive=inclusive, remedy=LEAVE_OUT)
+        counts(considered, name)
+        if name in COUNTED
+        else numbers(considered, name, inclusive=inclusive, remedy=LEAVE_OUT)
     )
     return np.asarray(values)
 

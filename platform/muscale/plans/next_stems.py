@@ -53,8 +53,7 @@ class NextStems(Result):
 
         Under a law of experts it also has n_experts.
         """
-        runs = self.result.runs.drop(columns=SPARSITY, errors="ignore")
-        return runs.rename(columns={"width": "interval"}).reset_index(drop=True)
+        return self.result.runs.drop(columns=SPARSITY, errors="ignore").reset_index(drop=True)
 
     @property
     def lines(self) -> tuple[str, ...]:

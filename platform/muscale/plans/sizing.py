@@ -16,6 +16,7 @@ from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.mixture import MAX_EPOCHS
 from scaling import Decision, Law, Limits, ScalingError, ScalingFit, decide
+from scaling.fits.runs import LEAST_COUNT
 from scaling.forms.expert_law import SPARSITY
 from scaling.forms.law import FLOPS_PER_PARAM_TOKEN
 from scaling.forms.repeated import RepeatedTokens
@@ -68,7 +69,7 @@ def size_for(
 
     def decided(law: Law | ScalingFit, reach: float, unique: float | None = None) -> Decision:
         limits = Limits(
-            sizes=named or family.between(wanted / REACH, wanted * reach),
+            sizes=named or family.between(max(wanted / REACH, LEAST_COUNT), wanted * reach),
             unique_tokens=unique,
             max_epochs=settings.max_epochs if unique else None,
         )

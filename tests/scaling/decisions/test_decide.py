@@ -199,6 +199,16 @@ def test_a_decision_and_its_forecast_are_of_one_mind(fitted: ScalingFit) -> None
     assert decide(fitted.law, 1e21).n_params == pytest.approx(fitted.law.allocate(1e21).n_params, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("limits", "got"), [({"sizes": [1, 3, 7]}, "1"), ({"sizes": [1e9, 7]}, "7"), ({"unique_tokens": 500}, "500")]
+)
+def test_sizes_and_tokens_in_millions_are_refused(limits: dict[str, Any], got: str) -> None:
+    """Seven parameters, or 500 unique tokens, would be millions or billions; a thousand may be meant."""
+    with pytest.raises(ValueError, match=f"{next(iter(limits))} .*got {got}"):
+        Limits(**limits)
+    assert Limits(sizes=[1000], unique_tokens=1000).unique_tokens == 1000
+
+
 def test_a_deadline_binds_the_training_alone(fitted: ScalingFit) -> None:
     deadline = Budget.of_days(1, "H100 SXM", 8)
     budget = Budget.of_dollars(1e5, "A100 80GB")

@@ -264,6 +264,27 @@ def test_costs_given_are_what_is_paid(fitted: ScalingFit) -> None:
     assert next_runs(fitted, *TARGET, affordable_flops=5.0, candidates=candidates).runs.index.tolist() == ["y"]
 
 
+def test_candidates_may_have_columns_of_our_names(fitted: ScalingFit) -> None:
+    """A width is a candidate's own; an earlier result's columns are replaced."""
+    candidates = pd.DataFrame({"n_params": [2e8, 4e8], "n_tokens": [4e9, 8e9], "width": [512, 768]})
+    found = next_runs(fitted, *TARGET, affordable_flops=2e19, candidates=candidates)
+    assert found.runs["width"].tolist() == [768]
+    assert found.runs["interval"].tolist() == [found.width_then]
+    assert "768" in str(found)
+    again = next_runs(fitted, *TARGET, affordable_flops=2e19, candidates=found.runs.assign(interval=7.0))
+    assert again.runs.columns.tolist() == found.runs.columns.tolist()
+    assert again.width_then == found.width_then
+    assert str(again) == str(found)
+
+
+@pytest.mark.parametrize("column", ["n_params", "n_tokens"])
+def test_candidates_in_millions_are_refused(fitted: ScalingFit, column: str) -> None:
+    candidates = pd.DataFrame({"n_params": [2e8, 4e8], "n_tokens": [4e9, 8e9]})
+    candidates[column] = [200.0, 400.0]
+    with pytest.raises(ValueError, match=f"{column} .*got 200"):
+        next_runs(fitted, *TARGET, affordable_flops=1e21, candidates=candidates)
+
+
 def test_errors_name_the_rule_and_the_value(fitted: ScalingFit, ladder: Callable[..., pd.DataFrame]) -> None:
     with pytest.raises(ValueError, match="affordable_flops .*got 0"):
         next_runs(fitted, *TARGET, affordable_flops=0)

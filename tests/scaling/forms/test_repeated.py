@@ -29,6 +29,11 @@ def test_planted_numbers_are_recovered() -> None:
     np.testing.assert_allclose([*result.law.parameters.values()], [*PLANTED.parameters.values()], rtol=1e-3)
 
 
+def test_unique_tokens_in_billions_are_refused() -> None:
+    with pytest.raises(ValueError, match="unique_tokens .*got"):
+        fit(ladder().assign(unique_tokens=0.5), n_params_convention="total", form=RepeatedData())
+
+
 def test_intervals_cover_the_planted_numbers_at_the_noise_of_runs() -> None:
     result = fit(ladder(0.003), n_params_convention="total", form=RepeatedData(), n_bootstrap=60)
     table = result.intervals(0.99)
