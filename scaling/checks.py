@@ -142,6 +142,16 @@ def seeds(rows: pd.DataFrame, *settings: str) -> NDArray[Any]:
     return np.asarray(rows["seed"])
 
 
+def require_distinct(rows: pd.DataFrame) -> None:
+    """Raise ValueError if a row repeats another in every column: counted as a further seed, it would hide the noise."""
+    repeated = rows.astype(str).duplicated().to_numpy()
+    if repeated.any():
+        raise ValueError(
+            f"row {row_name(rows, int(repeated.argmax()))} repeats another in every column ({repeated.sum()} in all): drop it; "
+            "runs of several seeds are distinguished by a column seed"
+        )
+
+
 def column_name(rows: pd.DataFrame, column: str) -> str:
     """Return a column's name for messages, with its name in the caller's table."""
     found = rows.attrs.get(FOUND_AS, {}).get(column)

@@ -18,11 +18,11 @@ import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
-from scaling.checks import FOUND_AS, column_name, names, numbers, require_columns, row_name, seeds
+from scaling.checks import FOUND_AS, column_name, names, numbers, require_columns, require_distinct, row_name, seeds
 from scaling.errors import ScalingError
 from scaling.fits.as_found import NO_COLUMNS
 from scaling.fits.runs import Table, naming, read_runs
-from scaling.presentation import lines, number
+from scaling.presentation import lines
 from scaling.serialization import JsonResult
 
 NEARLY_ALL = 0.99
@@ -65,7 +65,7 @@ class SignalToNoise(JsonResult):
     def __str__(self) -> str:
         return lines(
             {
-                self.metric: f"signal to noise {number(self.ratio, '.3g')}",
+                self.metric: f"signal to noise {self.ratio:.3g}",
                 "signal": f"{self.signal:.3g} of the mean, over {self.n_points} sizes and lengths",
                 "noise": f"{self.noise:.3g} of the mean, of {self.n_seeds} further seeds and {self.n_checkpoints} checkpoints",
             }
@@ -83,7 +83,7 @@ def signal_to_noise(runs: Table, metric: str = "accuracy", *, columns: Mapping[s
         columns: as for `fit`.
 
     Raises:
-        ValueError: a column is missing or breaks its rule, or a seed occurs twice.
+        ValueError: a column is missing or breaks its rule, or a seed occurs twice, or a row repeats another.
         ScalingError: there are neither two seeds of one size and length nor three checkpoints before the end of a run, or all runs
             have one size and length.
     """
@@ -128,8 +128,9 @@ def ends_and_checkpoints(
     with naming(runs):
         require_columns(table, ("n_params", "n_tokens", metric))
         table = table[table[metric].notna()]
+        require_distinct(table)
         n_params, n_tokens = numbers(table, "n_params"), numbers(table, "n_tokens")
-        numbers(table, metric, inclusive=True)
+        scores = numbers(table, metric, inclusive=True)
         tokens = numbers(table, "tokens") if "tokens" in table else n_tokens
         if "tokens" not in table and "run" in table.attrs.get(FOUND_AS, {}):  # n_tokens are those so far
             n_tokens = pd.Series(tokens).groupby([n_params, names(table, "run")]).transform("max").to_numpy()
@@ -139,7 +140,7 @@ def ends_and_checkpoints(
                 f"{column_name(table, 'tokens')} must be at most n_tokens = {n_tokens[first]:g}, the run's end, got "
                 f"{tokens[first]:g} in row {row_name(table, first)}"
             )
-        table = table.assign(n_params=n_params, n_tokens=n_tokens, tokens=tokens)
+        table = table.assign(n_params=n_params, n_tokens=n_tokens, tokens=tokens, **{metric: scores})
         name = names(table, "run") if "run" in table else seeds(table, "n_params", "n_tokens", "tokens")
         run = [
             f"{of:g} parameters, {to:g} tokens, {each}" for of, to, each in zip(n_params, n_tokens, name, strict=True)

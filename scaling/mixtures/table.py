@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from scaling.arrays import Array
-from scaling.checks import numbers, require_columns, row_name
+from scaling.checks import numbers, require_columns, require_distinct, row_name
 from scaling.errors import TooFewRunsError
 from scaling.fits.as_found import NO_COLUMNS, NOTES
 from scaling.fits.checkpoints import last_of_runs
@@ -80,11 +80,7 @@ def read_mixtures(
             )
         domains, targets = (_named(rows, prefix) for prefix in (weight_prefix, loss_prefix))
         rows = finished(rows, *(loss_prefix + name for name in targets))
-        if (repeated := rows.astype(str).duplicated().to_numpy()).any():
-            raise ValueError(
-                f"row {row_name(rows, int(repeated.argmax()))} repeats another in every column ({repeated.sum()} in all): drop it, or "
-                "distinguish runs of several seeds by a column seed"
-            )
+        require_distinct(rows)
         weights = mixtures_of(rows, domains, weight_prefix)
         measured = np.column_stack([numbers(rows, loss_prefix + name) for name in targets])
         scales = {name: numbers(rows, name) for name in SCALES if name in rows}

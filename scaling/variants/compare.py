@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scaling.checks import losses, names, numbers, plain, renamed, require_columns, row_name
+from scaling.checks import losses, names, numbers, plain, renamed, require_columns, require_distinct
 from scaling.errors import ScalingError
 from scaling.fits.as_found import NO_COLUMNS, compute_unit
 from scaling.fits.checkpoints import last_of_runs
@@ -166,12 +166,7 @@ def _read(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
         rows["compute_flops"] = unit * numbers(rows, "compute_flops")
     require_columns(rows, ("variant", "loss"))
     rows = last_of_runs(rows, "variant")
-    repeated = (rows.astype(str).duplicated() & rows["loss"].notna()).to_numpy()
-    if repeated.any():  # a repeated row would make the noise of seeds look too small
-        raise ValueError(
-            f"row {row_name(rows, int(repeated.argmax()))} repeats another in every column ({repeated.sum()} in all): drop it; "
-            "runs of several seeds are distinguished by a column seed"
-        )
+    require_distinct(rows[rows["loss"].notna()])
     if "compute_flops" in rows:
         flops = numbers(rows, "compute_flops")
     else:

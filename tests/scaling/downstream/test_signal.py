@@ -70,6 +70,24 @@ def test_runs_are_told_apart_by_name_and_a_result_survives_json() -> None:
     assert SignalToNoise.from_dict(json.loads(json.dumps(found.to_dict()))).ratio == found.ratio
 
 
+def test_a_table_merged_twice_is_refused() -> None:
+    """Its rows would count as seeds without any noise."""
+    once = scores(0.01, checkpoints=4).drop(columns="seed")
+    signal_to_noise(once)
+    for twice in (pd.concat([once, once]), pd.concat([once, once.tail(1)], ignore_index=True)):
+        with pytest.raises(ValueError, match="row .* repeats"):
+            signal_to_noise(twice)
+
+
+def test_scores_as_text_are_numbers() -> None:
+    table = scores(0.01, seeds=2, checkpoints=4)
+    assert signal_to_noise(table.astype({"accuracy": str})).to_dict() == signal_to_noise(table).to_dict()
+
+
+def test_an_infinite_ratio_is_shown_as_such() -> None:
+    assert "inf" in str(signal_to_noise(scores(0.0, seeds=2)))
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [({"tokens": 2e9}, "tokens .*2e\\+09 in row"), ({"accuracy": -1.0}, "accuracy"), ({"n_params": 0.0}, "n_params")],
@@ -85,4 +103,4 @@ def test_nothing_that_shows_noise_or_signal_is_an_error() -> None:
     with pytest.raises(ScalingError, match="got 1"):
         signal_to_noise(scores(0.01, seeds=3, sizes=1))
     with pytest.raises(ValueError, match="another of"):
-        signal_to_noise(pd.concat([scores(0.01, seeds=2)] * 2, ignore_index=True))
+        signal_to_noise(pd.concat([scores(0.01, seeds=2), scores(0.02, seeds=2)], ignore_index=True))
