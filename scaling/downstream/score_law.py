@@ -35,7 +35,9 @@ MIN_FAMILIES = 5
 EMERGED = 0.1
 """Share of the way from floor to ceiling at which a score counts as above chance."""
 FAR = math.log(30)
-"""Distance beyond the largest compute of the rows, in e-folds, from which a forecast is doubtful."""
+"""Distance beyond the largest compute of the rows, in e-folds, from which a forecast is doubtful; half of it for N or D alone."""
+FAR_RATIO = 4.0
+"""Factor of D/N beyond the rows from which a forecast is doubtful: the law knows no compute-optimal ratio (assumed)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,6 +116,7 @@ class ScoreLaw(FittedResult):
         families: names, in the order of `offsets`; a single empty name if the rows have no column `family`.
         centre: mean of ln N and of ln D, from which predictors are counted.
         largest: ln of N·D of the largest row.
+        n_params_range, n_tokens_range, tokens_per_param_range: least and largest N, D and D/N of the rows.
         rises: whether some row is above chance, by `EMERGED`.
         draws: draws of floor, ceiling (both in the score's unit), intercept, slope of ln N, slope of ln D, spread of the families,
             scatter, noise (in the score's unit) and degrees of freedom, [n_draws, 9].
@@ -126,6 +129,9 @@ class ScoreLaw(FittedResult):
     n_rows: int
     centre: tuple[float, float]
     largest: float
+    n_params_range: tuple[float, float]
+    n_tokens_range: tuple[float, float]
+    tokens_per_param_range: tuple[float, float]
     rises: bool
     draws: Array = field(repr=False)
     offsets: Array = field(repr=False)
@@ -154,7 +160,7 @@ class ScoreLaw(FittedResult):
             low=float(low),
             high=float(high),
             level=level,
-            reasons=tuple(self._reasons(math.log(n_params * n_tokens), known)),
+            reasons=tuple(self._reasons(float(n_params), float(n_tokens), known)),
         )
 
     def probability(
@@ -213,12 +219,19 @@ class ScoreLaw(FittedResult):
             return np.asarray(self._numbers.spread * self.offsets[:, self.families.index(known)])
         return np.asarray(self._numbers.spread * rng.standard_t(OFFSET_FREEDOM, len(self.draws)))
 
-    def _reasons(self, compute: float, family: str | None) -> list[str]:
-        reasons = list(self.warnings)
-        if compute > self.largest + FAR:
-            reasons.append(
-                f"the product of its sizes is {math.exp(compute - self.largest):.3g} times the largest row's"
-            )
+    def _reasons(self, n_params: float, n_tokens: float, family: str | None) -> list[str]:
+        reasons, far = list(self.warnings), math.exp(FAR / 2)
+        if (times := n_params * n_tokens / math.exp(self.largest)) > math.exp(FAR):
+            reasons.append(f"the product of its sizes is {times:.3g} times the largest row's")
+        for name, value, (low, high), factor in (
+            ("n_params", n_params, self.n_params_range, far),
+            ("n_tokens", n_tokens, self.n_tokens_range, far),
+            ("n_tokens / n_params", n_tokens / n_params, self.tokens_per_param_range, FAR_RATIO),
+        ):
+            if not low / factor <= value <= high * factor:
+                reasons.append(
+                    f"{name} is {value:.3g}, further than {factor:.2g} times from the rows' {low:.3g} to {high:.3g}"
+                )
         if self._known(family) is None and (n := len(self.families)) < MIN_FAMILIES:
             known = "one family does" if n == 1 else f"{n} families do"
             reasons.append(f"a new family, and only {known} tell how much families differ")
@@ -315,11 +328,18 @@ def fit_score(
         n_rows=len(score),
         centre=(float(centre[0]), float(centre[1])),
         largest=float(compute.max()),
+        n_params_range=_ends(size[:, 0]),
+        n_tokens_range=_ends(size[:, 1]),
+        tokens_per_param_range=_ends(size[:, 1] - size[:, 0]),
         rises=rises,
         draws=draws,
         offsets=posterior.offsets,
         warnings=tuple(warnings),
     )
+
+
+def _ends(logs: Array) -> tuple[float, float]:
+    return math.exp(logs.min()), math.exp(logs.max())
 
 
 def _scored(runs: Table, metric: str, columns: Mapping[str, str]) -> tuple[Array, Array, Array, NDArray[np.object_]]:

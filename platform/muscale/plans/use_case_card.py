@@ -31,6 +31,7 @@ from muscale.settings.use_case import LOSS, UseCaseSettings
 from proxy_models.architecture.member import Member
 from proxy_models.data.mixture import MAX_EPOCHS
 from scaling import Budget, ScalingError, ScalingFit, TaskLaw, accelerator, compute_flops
+from scaling.downstream.score_law import FAR_RATIO
 from scaling.presentation import Result, number
 
 Reaches: TypeAlias = Callable[[Member, float], float]
@@ -42,8 +43,6 @@ _HALVINGS = 8
 _MOST_ROWS = 15  # sizes printed
 SPAN = 30.0
 """Factor below and above the compute-optimal size within which sizes are compared."""
-FAR_RATIO = 4.0
-"""Factor beyond the ladder's range of D/N from which a score has no forecast: its law knows no compute-optimal ratio (assumed)."""
 _APART = 1.1  # least ratio of neighbouring sizes
 
 

@@ -132,6 +132,22 @@ def test_far_beyond_the_rows_is_doubtful(law: ScoreLaw) -> None:
     assert law.forecast(1e12, 1e14, "f0").reasons
 
 
+@pytest.mark.parametrize(("ratio", "n_reasons"), [(1, 1), (20, 0), (200, 1), (200_000, 3)])
+def test_another_ratio_than_the_rows_have_is_doubtful(ratio: float, n_reasons: int) -> None:
+    n_params = np.geomspace(2e7, 3e8, 10)
+    rows = pd.DataFrame({"n_params": n_params, "n_tokens": 20 * n_params})
+    rows["accuracy"] = 0.25 + 0.75 * expit(0.4 * np.log(n_params / 1e8))
+    assert len(fit_score(rows, chance=0.25).forecast(1e8, ratio * 1e8).reasons) == n_reasons
+
+
+@pytest.mark.parametrize("size", [(3.0, 60.0), (1e7, 1e9), (2e9, 2e11), (1e8, 5e9)])
+def test_far_from_the_rows_in_any_direction_is_doubtful(size: tuple[float, float]) -> None:
+    """Lengths of a factor of 100 at one size, so that the ratio alone tells little of the others."""
+    rows = pd.DataFrame({"n_params": 1e8, "n_tokens": np.geomspace(1e9, 1e11, 10)})
+    rows["accuracy"] = 0.25 + 0.75 * expit(0.3 * np.log(rows["n_tokens"] / 1e10))
+    assert bool(fit_score(rows, chance=0.25).forecast(*size).reasons) == (size != (1e8, 5e9))
+
+
 @pytest.mark.parametrize(
     ("change", "options", "named"),
     [
