@@ -145,8 +145,10 @@ def task_laws(
             if wanted is not None and f"{task}.{metric}" not in wanted:
                 continue
             values = wide[metric]
-            if metric not in FALLING and not values.between(0, 1).all():
-                continue  # a number without a known range, such as a perplexity
+            if metric not in FALLING and not values.dropna().between(0, 1).all():
+                outside = f"scores must lie from 0 to 1, as others have no known range, got {values.min():.4g} to {values.max():.4g}"
+                yield str(task), str(metric), outside
+                continue
             table = about.assign(**{metric: values})
             if metric in errors:
                 table["standard_error"] = errors[metric].fillna(0.0)
@@ -197,7 +199,8 @@ def memorisation_law(ladder: pd.DataFrame) -> ScoreLaw:
     is_held_out = wide.index.get_level_values("name") == HELD_OUT
     floor = wide.loc[is_held_out, MEMORISED].mean() if is_held_out.any() else 0.0
     table = wide.assign(standard_error=errors)[~is_held_out].reset_index()
-    return fit_score(table, metric=MEMORISED, chance=float(floor), columns={"n_tokens": "repetitions"})
+    law = fit_score(table, metric=MEMORISED, chance=float(floor), columns={"n_tokens": "repetitions"})
+    return replace(law, tokens_per_param_range=(0.0, math.inf))  # repetitions per parameter mean nothing
 
 
 def _memorised(ladder: pd.DataFrame, plan: Plan, level: float) -> Iterator[PlannedScore]:

@@ -68,15 +68,26 @@ def forecasts(plan: Plan) -> ScoreForecasts:
 
 
 def test_scores_with_a_known_range_are_forecast_and_contaminated_items_are_not(forecasts: ScoreForecasts) -> None:
-    assert [(score.task, score.metric) for score in forecasts.scores] == [
-        ("sums", "accuracy"),
-        ("sums", "bits_per_byte"),
-    ]
-    for score in forecasts.scores:
+    *known, unknown = forecasts.scores
+    assert [(score.task, score.metric) for score in known] == [("sums", "accuracy"), ("sums", "bits_per_byte")]
+    assert (unknown.task, unknown.metric, unknown.value, len(unknown.reasons)) == ("sums", "perplexity", None, 1)
+    for score in known:
         assert score.value is not None
         assert score.low is not None
         assert score.high is not None
         assert score.low < score.value < score.high
+
+
+def test_a_checkpoint_without_a_score_leaves_the_others(plan: Plan) -> None:
+    """NaN is no number out of range: the forecast is that without the row."""
+    rows = ladder()
+    broken = (rows["metric"] == "accuracy") & (rows["weights"] == rows["weights"].iloc[0])
+    with_nan, without = (
+        {score.metric: score for score in forecast_scores(plan, table, SETTINGS).scores}
+        for table in (rows.assign(value=rows["value"].mask(broken)), rows[~broken])
+    )
+    assert with_nan["accuracy"].value is not None
+    assert with_nan == without
 
 
 def test_the_chance_of_the_items_is_the_floor(plan: Plan) -> None:
@@ -91,7 +102,7 @@ def test_the_chance_of_the_items_is_the_floor(plan: Plan) -> None:
 
 def test_a_task_with_too_little_signal_is_reported_without_a_forecast(plan: Plan) -> None:
     strict = ScoresSettings(tasks=("sums",), least_signal_to_noise=1e6)
-    for score in forecast_scores(plan, ladder(), strict).scores:
+    for score in forecast_scores(plan, ladder().query("metric != 'perplexity'"), strict).scores:
         assert score.value is None
         assert score.signal_to_noise is not None
         assert score.reasons
