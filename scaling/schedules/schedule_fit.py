@@ -29,7 +29,7 @@ from scaling.errors import ScalingError
 from scaling.presentation import lines
 from scaling.schedules.schedule_curve import peak_and_depth
 from scaling.schedules.schedule_forecast import GROWTH, ScheduleEffect, ScheduleForecast, Widening, default_scale
-from scaling.schedules.schedule_law import MIN_DROP, ScheduleLaw, fit_common_law, largest_fall
+from scaling.schedules.schedule_law import MIN_DROP, ScheduleLaw, fit_common_law, in_numbers, largest_fall
 from scaling.schedules.schedule_path import (
     TAIL,
     ForecastAhead,
@@ -119,9 +119,9 @@ class ScheduleFit(FittedResult):
             ScalingError: the run is of another group and has too few measured losses, or the predicted loss is not above 0.
         """
         target = self._target(n_params, length)
-        run = run.sort_values("step", kind="stable") if "step" in run else run
+        run = in_numbers(run).sort_values("step", kind="stable")
         path = SchedulePath.of(self._in_units(run, length), np.inf)
-        steps = run["step"].to_numpy(np.float64)
+        steps = run["step"].to_numpy()
         rows = rows_at(path, steps, at)
         ahead = self._ahead(path, target)
         widening = self._widening(path, target, float(ahead.gain[rows].max()))
@@ -161,12 +161,19 @@ class ScheduleFit(FittedResult):
             n_params, length, level: as in `forecast`.
 
         Raises:
-            ValueError, ScalingError: as `forecast`, or no loss is measured.
+            ValueError, ScalingError: as `forecast`, or no loss is measured, or the measured rows differ.
         """
         target = self._target(n_params, length)
-        paths = [SchedulePath.of(self._in_units(each, length), np.inf) for each in (run, planned)]
+        tables = [in_numbers(each).sort_values("step", kind="stable") for each in (run, planned)]
+        measured = [table.loc[table["loss"].notna(), ["step", "lr", "loss"]].to_numpy() for table in tables]
+        paths = [SchedulePath.of(self._in_units(table, length), np.inf) for table in tables]
         if (last := paths[0].last) is None or paths[1].last is None:
             raise ValueError("loss must be measured in some rows of both schedules, got none")
+        if len(measured[0]) != len(measured[1]) or not np.allclose(measured[0], measured[1], rtol=1e-6, atol=0.0):
+            raise ValueError(
+                "run and planned must have the same measured rows (step, lr and loss), since they are one run so far, got "
+                f"{' and '.join(f'{len(rows)} to step {rows[-1, 0]:g}, loss {rows[-1, 2]:.6g}' for rows in measured)}"
+            )
         ours, theirs = (self._ahead(path, target) for path in paths)
         gain = abs(float(ours.gain[-1] - theirs.gain[-1]))
         power = abs(float((ours.change - ours.gain)[-1] - (theirs.change - theirs.gain)[-1]))
@@ -206,14 +213,13 @@ class ScheduleFit(FittedResult):
             ValueError, ScalingError: as `forecast`, or a share is not above 0.
         """
         require_columns(run, ("step", "lr", "loss"))
-        so_far = run.sort_values("step")
+        so_far = in_numbers(run).sort_values("step")
         step, rate = float(so_far["step"].iloc[-1]), float(so_far["lr"].iloc[-1])
         found = []
         for share in positive("shares", list(shares)):
             part = np.arange(1, COOLDOWN_ROWS + 1) / COOLDOWN_ROWS
             cooldown = pd.DataFrame({"step": step * (1 + share * part), "lr": rate * (1 - part), "loss": np.nan})
-            whole = pd.concat([so_far, cooldown], ignore_index=True)
-            whole = whole[[name for name in ("step", "lr", "loss", "noise") if name in whole]]
+            whole = pd.concat([so_far[["step", "lr", "loss", "noise"]], cooldown], ignore_index=True)
             found.append(self.forecast(whole, n_params=n_params, length=length, level=level))
         return found
 
@@ -252,13 +258,11 @@ class ScheduleFit(FittedResult):
 
     def _in_units(self, run: pd.DataFrame, length: float | None) -> pd.DataFrame:
         """Return the run with steps and rates in the laws' units."""
-        require_columns(run, ("step", "lr"))
         if length is None:
             return run
-        rates = numbers(run, "lr", inclusive=True)
-        known = run["loss"].notna().to_numpy() if "loss" in run else np.zeros(len(run), bool)
+        rates, known = run["lr"].to_numpy(), run["loss"].notna().to_numpy()
         peak, _ = peak_and_depth(rates[known] if known.any() else rates)
-        return run.assign(step=numbers(run, "step") * (LENGTH / length), lr=rates / peak)
+        return run.assign(step=run["step"] * (LENGTH / length), lr=rates / peak)
 
     def _law_index(self, target: Mapping[str, float]) -> int | None:
         """Index of the law of this group, None if the group was not fitted."""
@@ -394,11 +398,9 @@ def fit_schedules(curves: pd.DataFrame, *, warmup_steps: float = 0.0, warmup_sha
         ScalingError: in some group no curve's rate falls, or there are fewer losses than numbers.
     """
     require_columns(curves, ("run", "step", "lr", "loss"))
-    curves = curves.assign(run=names(curves, "run"))
-    curves["schedule"] = names(curves, "schedule" if "schedule" in curves else "run")
     by = [name for name in ("n_params", "length") if name in curves]
-    for name in by:
-        numbers(curves, name)
+    curves = in_numbers(curves).assign(run=names(curves, "run"), **{name: numbers(curves, name) for name in by})
+    curves["schedule"] = names(curves, "schedule" if "schedule" in curves else "run")
     if warmup_steps if (with_lengths := "length" in by) else warmup_share:
         wanted = "warmup_share" if with_lengths else "warmup_steps"
         raise ValueError(
@@ -407,8 +409,7 @@ def fit_schedules(curves: pd.DataFrame, *, warmup_steps: float = 0.0, warmup_sha
         )
     if with_lengths:
         peaks, warmup_steps = curves.groupby(by)["lr"].transform("max"), warmup_share * LENGTH
-        rates = numbers(curves, "lr", inclusive=True) / peaks
-        curves = curves.assign(step=numbers(curves, "step") * (LENGTH / curves["length"]), lr=rates)
+        curves = curves.assign(step=curves["step"] * (LENGTH / curves["length"]), lr=curves["lr"] / peaks)
     groups = [part for _, part in curves.groupby(by, sort=True)] if by else [curves]
     laws = fit_common_law(groups, warmup_steps=warmup_steps)
     held_out = _held_out(groups, warmup_steps)
@@ -470,4 +471,4 @@ def _errors(law: ScheduleLaw, fitted: pd.DataFrame, curve: pd.DataFrame) -> list
 
 def _kept(curves: pd.DataFrame, group: int) -> pd.DataFrame:
     rows = curves.loc[curves["loss"].notna(), ["run", "step", "lr", "loss"]].sort_values(["run", "step"])
-    return rows.astype({"step": np.float64, "lr": np.float64, "loss": np.float64}).assign(group=group)
+    return rows.assign(group=group)

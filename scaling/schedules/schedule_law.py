@@ -123,7 +123,7 @@ class ScheduleLaw(FittedResult):
             ScalingError: the predicted loss is not above 0, as the decay term exceeds the rest.
         """
         power, gain = self.terms(schedule)
-        steps, loss = schedule["step"].to_numpy(), self.L0 + power - gain
+        steps, loss = numbers(schedule, "step"), self.L0 + power - gain
         least = int(np.argmin(loss))
         if loss[least] <= 0:
             reasons = "; ".join(self.unsupported_reasons(schedule)) or "its decay gains more than there is"
@@ -173,7 +173,7 @@ class ScheduleLaw(FittedResult):
             ScalingError: for the reason of `predict`.
         """
         require_columns(curves, ("run", "step", "lr", "loss"))
-        curves, records = curves.assign(run=names(curves, "run")), {}
+        curves, records = in_numbers(curves).assign(run=names(curves, "run")), {}
         for run, part in curves.groupby("run", sort=True):
             known = part["loss"].notna().to_numpy()
             if not known.any():
@@ -215,7 +215,8 @@ def fit_schedule_law(curves: pd.DataFrame, *, warmup_steps: float = 0.0) -> Sche
         ValueError: a column or a number is missing or breaks its rule, or a run's first rate is 0.
         ScalingError: no curve's rate falls, or there are fewer losses than numbers.
     """
-    return fit_common_law([curves], warmup_steps=warmup_steps)[0]
+    require_columns(curves, ("run", "step", "lr", "loss"))
+    return fit_common_law([in_numbers(curves)], warmup_steps=warmup_steps)[0]
 
 
 @single_threaded
@@ -226,7 +227,7 @@ def fit_common_law(groups: Sequence[pd.DataFrame], *, warmup_steps: float = 0.0)
     are polished by scipy's bounded least squares under Huber's function of log residuals and of the prior's, with exact derivatives.
 
     Args:
-        groups: curves of each group, as for `fit_schedule_law`.
+        groups: curves of each group, as for `fit_schedule_law`, by `in_numbers`.
 
     Raises:
         ValueError, ScalingError: as `fit_schedule_law`, for any of the groups.
@@ -275,7 +276,6 @@ def fit_common_law(groups: Sequence[pd.DataFrame], *, warmup_steps: float = 0.0)
 
 def largest_fall(curves: pd.DataFrame) -> float:
     """Return the largest sum of a curve's drops of the rate, as a share of its peak."""
-    curves = curves.assign(step=numbers(curves, "step"), lr=numbers(curves, "lr", inclusive=True))
     rates = [part.sort_values("step", kind="stable")["lr"].to_numpy() for _, part in curves.groupby("run")]
     return max(float(-np.minimum(np.diff(rate), 0).sum() / rate.max()) for rate in rates)
 
@@ -300,9 +300,7 @@ class _Group:
 
     @classmethod
     def of(cls, curves: pd.DataFrame, warmup_steps: float) -> _Group:
-        require_columns(curves, ("run", "step", "lr", "loss"))
-        curves = curves.assign(run=names(curves, "run"), step=numbers(curves, "step"), noise=noise_of(curves))
-        numbers(curves[curves["loss"].notna()], "loss")
+        curves = curves.assign(run=names(curves, "run"))
         prepared, fitted, reached = [], [], []
         for _, part in curves.groupby("run", sort=True):
             ordered = part.sort_values("step")
@@ -310,10 +308,10 @@ class _Group:
             evaluated = evaluated.iloc[
                 np.unique(np.linspace(0, len(evaluated) - 1, min(len(evaluated), MAX_ROWS)).astype(int))
             ]
-            at, rates = numbers(evaluated, "step"), numbers(ordered, "lr", inclusive=True)
-            prepared.append(ScheduleCurve.of(numbers(ordered, "step"), rates, at, warmup_steps))
+            steps, rates = ordered[["step", "lr"]].to_numpy().T
+            prepared.append(ScheduleCurve.of(steps, rates, evaluated["step"].to_numpy(), warmup_steps))
             reached.append(peak_and_depth(rates))
-            fitted.append(evaluated[["loss", "noise"]].to_numpy(np.float64))
+            fitted.append(evaluated[["loss", "noise"]].to_numpy())
         loss, noise = np.concatenate(fitted).T
         peaks, depths = zip(*reached, strict=True)
         return cls(
@@ -357,11 +355,22 @@ class _Group:
         return math.sqrt(max(0.0, min(beyond, together)))
 
 
-def noise_of(curves: pd.DataFrame) -> Array:
-    """Return the column `noise`, 0 where it is missing; raise ValueError if a number is below 0."""
-    if "noise" not in curves:
-        return np.zeros(len(curves))
-    return numbers(curves.fillna({"noise": 0.0}), "noise", inclusive=True)
+def in_numbers(curves: pd.DataFrame) -> pd.DataFrame:
+    """Return the table with `step`, `lr`, `loss` (NaN where it is missing) and `noise` (0 where it is missing) in float64.
+
+    Text would be sorted and compared as text, so this precedes every use of a caller's table.
+
+    Raises:
+        ValueError: `step` or `lr` is missing, or a number breaks its rule.
+    """
+    require_columns(curves, ("step", "lr"))
+    loss = np.full(len(curves), np.nan)
+    if "loss" in curves:
+        measured = curves["loss"].notna().to_numpy()
+        loss[measured] = numbers(curves[measured], "loss")
+    noise = numbers(curves.fillna({"noise": 0.0}), "noise", inclusive=True) if "noise" in curves else 0.0
+    rates = numbers(curves, "lr", inclusive=True)
+    return curves.assign(step=numbers(curves, "step"), lr=rates, loss=loss, noise=noise)
 
 
 def _require_schedule(schedule: pd.DataFrame) -> None:

@@ -11,11 +11,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.checks import numbers, positive, require_columns
+from scaling.checks import positive
 from scaling.errors import ScalingError
 from scaling.presentation import span
 from scaling.schedules.schedule_forecast import default_scale
-from scaling.schedules.schedule_law import ScheduleLaw, noise_of
+from scaling.schedules.schedule_law import ScheduleLaw
 
 TAIL = 0.2
 """Share of the measured steps, up to the last, whose residual sets the level. Of .05, .1, .2 and .4, this one had the least mean error
@@ -48,15 +48,11 @@ class SchedulePath:
 
     @classmethod
     def of(cls, run: pd.DataFrame, upto: float) -> SchedulePath:
-        """Return the path of a table as in `ScheduleFit.forecast`; raise ValueError if a column is missing or breaks its rule."""
-        require_columns(run, ("step", "lr"))
+        """Return the path of a table as in `ScheduleFit.forecast`, by `in_numbers`."""
         ordered = run.sort_values("step", kind="stable").reset_index(drop=True)
-        steps, loss = numbers(ordered, "step"), np.full(len(ordered), np.nan)
-        if "loss" in ordered:
-            measured = ordered["loss"].notna().to_numpy()
-            loss[measured] = numbers(ordered[measured], "loss")
+        steps, loss, noise = ordered[["step", "loss", "noise"]].to_numpy().T
         kept = [name for name in ("run", "step", "lr") if name in ordered]
-        return cls(ordered[kept], steps, np.log(loss), noise_of(ordered), np.flatnonzero(~np.isnan(loss))).upto(upto)
+        return cls(ordered[kept], steps, np.log(loss), noise, np.flatnonzero(~np.isnan(loss))).upto(upto)
 
     def upto(self, step: float) -> SchedulePath:
         """Return the path with its losses up to this step."""

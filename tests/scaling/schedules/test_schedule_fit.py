@@ -268,6 +268,54 @@ def test_noise_is_no_misfit() -> None:
         fit_schedule_law(rows.assign(noise=-1.0), warmup_steps=WARMUP)
 
 
+def test_numbers_written_as_text_are_read_as_numbers() -> None:
+    """As text, step 980 is sorted after step 4000, and size 1e8 before 25e6."""
+
+    def text(rows: pd.DataFrame) -> pd.DataFrame:
+        return rows.astype({name: str for name in rows if name != "run"})
+
+    cells = {25e6: LENGTH // 4, 100e6: LENGTH}
+    parts = [in_shares(n, kind, size).iloc[::2] for size, n in cells.items() for kind in KINDS[:3]]
+    rows = pd.concat(parts, ignore_index=True)
+    numeric, texts = (fit_schedules(table, warmup_share=WARMUP / LENGTH) for table in (rows, text(rows)))
+    assert (texts.n_params, texts.lengths) == ((25e6, 100e6), (LENGTH / 4, LENGTH))
+    assert texts.to_dict() == numeric.to_dict()
+    run = in_shares(LENGTH, "late", 100e6)
+    now, then = run[run["step"] <= 9600], run[run["step"] > 9600].assign(loss=np.nan)
+    ahead, shuffled = (then, then.assign(lr=now["lr"].iloc[-1])), text(now).sample(frac=1, random_state=0)
+    paths = [pd.concat([shuffled, text(one).assign(loss=np.nan)]) for one in ahead]
+    wanted = [pd.concat([now, one]) for one in ahead]
+    made = texts.forecast(paths[0], n_params=100e6, length=LENGTH)
+    assert (made.step, made.measured_to) == (LENGTH, 9600)
+    assert made.to_dict() == numeric.forecast(wanted[0], n_params=100e6, length=LENGTH).to_dict()
+    effect = texts.effect(*paths, n_params=100e6, length=LENGTH)
+    assert effect.log_ratio < -0.01
+    assert effect == numeric.effect(*wanted, n_params=100e6, length=LENGTH)
+    annealed, by_numbers = (
+        fit.anneal_now(rows, n_params=100e6, length=LENGTH) for fit, rows in ((texts, shuffled), (numeric, now))
+    )
+    assert [one.to_dict() for one in annealed] == [one.to_dict() for one in by_numbers]
+    pd.testing.assert_frame_equal(PLANTED.score(text(parts[-1])), PLANTED.score(parts[-1]))
+
+
+def test_an_effect_compares_two_ends_of_one_run(fitted: ScheduleFit) -> None:
+    run = late_cooldown()
+    asked = measured(run, 0.8, planted(run))
+    held = asked.assign(lr=PEAK)
+    assert fitted.effect(asked, held).log_ratio < -0.01
+    rows = asked["loss"].notna()
+    for other in (
+        held.assign(loss=1.02 * held["loss"]),
+        held.assign(loss=held["loss"].where(held["step"] < 9000)),
+        held.assign(lr=held["lr"].where(~rows, 0.9 * PEAK)),
+        held.assign(step=held["step"].where(held["step"] > 2000, held["step"] - 0.5)),
+    ):
+        with pytest.raises(ValueError):
+            fitted.effect(asked, other)
+        with pytest.raises(ValueError):
+            fitted.effect(other, asked)
+
+
 def test_bad_questions_are_named(fitted: ScheduleFit, ladder: ScheduleFit) -> None:
     run = measured(late_cooldown(), 0.8, planted(late_cooldown()))
     with pytest.raises(ValueError, match="at .*got 11950"):
