@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from scaling.checks import require_columns
+from scaling.checks import numbers, require_columns
 from scaling.errors import ScalingError
 from scaling.fits.result import ScalingFit
 from scaling.schedules.schedule_fit import MAX_RATIO
@@ -58,13 +58,17 @@ class StageLaw:
     """Law of the share of tokens after the change of the data.
 
     Attributes:
-        planned: share of the runs of the law L(N, D).
+        planned: share of the runs of the law L(N, D), above 0 and below 1: a run with 1 has no data before the change.
         ratios: a row for each run with another share: stem, n_params, n_tokens, share and log_ratio, y of the formula at the head of
             this file.
     """
 
     planned: float
     ratios: pd.DataFrame
+
+    def __post_init__(self) -> None:
+        if not 0 < self.planned < 1:
+            raise ValueError(f"the planned (largest) share must be above 0 and below 1, got {self.planned!r}")
 
     @property
     def shares(self) -> list[float]:
@@ -136,13 +140,14 @@ def fit_stages(runs: pd.DataFrame, fit: ScalingFit) -> StageLaw:
         fit: the law L(N, D) at the planned share.
 
     Raises:
-        ValueError: a column is missing.
+        ValueError: a column is missing or breaks its rule, or the planned share is not above 0 and below 1.
         ScalingError: no share is left.
     """
-    require_columns(runs, ("stem", "n_params", "n_tokens", "loss", "share"))
-    planned = float(runs["share"].max())
-    at = fit.ensemble.log_loss(runs["n_params"].to_numpy(np.float64), runs["n_tokens"].to_numpy(np.float64))
-    rows = runs.assign(log_ratio=np.log(runs["loss"].to_numpy(np.float64)) - at)
+    require_columns(runs, ("stem", *(columns := ("n_params", "n_tokens", "loss", "share"))))
+    rows = runs.assign(**{name: numbers(runs, name, inclusive=name == "share") for name in columns})
+    planned = float(rows["share"].max())
+    at = fit.ensemble.log_loss(rows["n_params"].to_numpy(), rows["n_tokens"].to_numpy())
+    rows = rows.assign(log_ratio=np.log(rows["loss"].to_numpy()) - at)
     own = rows[rows["share"] == planned].groupby("stem")["log_ratio"].mean()
     others = rows[(rows["share"] < planned) & rows["stem"].isin(own.index)]
     others = others.assign(log_ratio=others["log_ratio"] - others["stem"].map(own).astype(float))
@@ -154,5 +159,5 @@ def fit_stages(runs: pd.DataFrame, fit: ScalingFit) -> StageLaw:
             f"{most} stems have a run with the planned share of tokens after the change of the data and one with another share; "
             f"need {MIN_STEMS}"
         )
-    columns = ["stem", "n_params", "n_tokens", "share", "log_ratio"]
-    return StageLaw(planned=planned, ratios=kept[columns].reset_index(drop=True))
+    kept = kept[["stem", "n_params", "n_tokens", "share", "log_ratio"]]
+    return StageLaw(planned=planned, ratios=kept.reset_index(drop=True))

@@ -109,6 +109,25 @@ def test_the_order_of_rows_does_not_matter_and_other_stems_are_ignored() -> None
     assert [found.log_ratio, found.half_width] == pytest.approx([wanted.log_ratio, wanted.half_width])
 
 
+@pytest.mark.parametrize("planned", [0.0, 1.0, 40.0, float("nan")])
+def test_a_planned_share_that_is_no_part_of_a_run_is_refused(law: StageLaw, planned: float) -> None:
+    with pytest.raises(ValueError):
+        StageLaw(planned=planned, ratios=law.ratios)
+
+
+def test_shares_are_read_as_numbers_and_a_share_of_all_tokens_or_below_none_is_refused() -> None:
+    runs = ladder()
+    at = fit(
+        runs[runs["share"] == PLANNED].drop(columns=["share", "stem"]), n_params_convention="total", n_bootstrap=50
+    )
+    found = fit_stages(runs.astype({"share": str, "loss": str, "n_params": str, "n_tokens": str}), at)
+    assert found.planned == PLANNED
+    pd.testing.assert_frame_equal(found.ratios, fit_stages(runs, at).ratios)
+    for shares in (runs["share"].replace(PLANNED, 1.0), 100 * runs["share"], runs["share"] - 0.1):
+        with pytest.raises(ValueError):
+            fit_stages(runs.assign(share=shares), at)
+
+
 def test_too_few_stems_are_refused() -> None:
     runs = ladder()
     planned = runs[runs["share"] == PLANNED]
