@@ -43,7 +43,7 @@ Fitter = Callable[[pd.DataFrame, pd.DataFrame], pd.DataFrame]
 
 def ours(runs: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     """By `scaling.fit_mixture`, at the largest size of the runs."""
-    return fit_mixture(runs).predict(new)
+    return fit_mixture(runs).predict(new.drop(columns=["n_params", "n_tokens"], errors="ignore"))
 
 
 def by_columns(fit: Callable[[np.ndarray, np.ndarray], Callable[[np.ndarray], np.ndarray]]) -> Fitter:
