@@ -13,7 +13,7 @@ from scaling.arrays import Array
 from scaling.drawing import Figure
 from scaling.mixtures.mixture_bounds import STEPS, MixtureLimits, minimise, nearest, weight_limits
 from scaling.mixtures.mixture_figures import draw_best
-from scaling.mixtures.mixture_law import MixtureLaw
+from scaling.mixtures.mixture_law import MixtureLaw, tested
 from scaling.mixtures.mixture_law import Objective as Wanted
 from scaling.mixtures.objective import Objective
 from scaling.presentation import lines
@@ -38,7 +38,8 @@ class BestMixture(JsonResult):
         scale: n_params and n_tokens of the prediction, if the law has them.
         level: probability of the intervals.
         table: by domain: weight; low and high, over the best mixtures of functions drawn from the posterior; least and most, the
-            limits; tried, the largest weight in the runs.
+            limits; tried and tried_least, the largest and the least weight in the runs (tables that earlier versions saved lack the
+            least).
         losses: by target with a coefficient: the loss of a run of the mixture, low, high.
         value: expected objective of the mixture.
         low, high: interval of the objective of one run of the mixture.
@@ -68,9 +69,15 @@ class BestMixture(JsonResult):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Sentences about weights above all weights of the runs, where no run supports the law."""
-        beyond = self.table[self.table["weight"] > self.table["tried"] + 1e-6].to_dict("records")
-        return tuple(f"{row['domain']} at {row['weight']:.3f} is beyond the runs' {row['tried']:.3f}" for row in beyond)
+        """Sentences about weights above or (by more than `BEYOND`) below all weights of the runs, where no run supports the law."""
+        found = []
+        for row in self.table.to_dict("records"):
+            weight, most, least = row["weight"], row["tried"], row.get("tried_least", 0.0)
+            if weight > most + 1e-6:
+                found.append(f"{row['domain']} at {weight:.3f} is beyond the runs' {most:.3f}")
+            elif weight < tested(least, most)[0]:
+                found.append(f"{row['domain']} at {weight:.3f} is below the runs' {least:.3f}")
+        return tuple(found)
 
     @property
     def status(self) -> str:
@@ -179,6 +186,7 @@ def best_mixture(
     """
     search = Search.of(fit, objective, limits)
     wanted, point = search.objective, search.point
+    widening = wanted.widening(level)
     values = wanted.mean(search.runs)
     best_run = int(np.argmin(values))
     generator = np.random.default_rng(seed)
@@ -187,7 +195,7 @@ def best_mixture(
     found = mixtures[drawn.argmin(axis=1)]
     ends = np.quantile(found, [(1 - level) / 2, (1 + level) / 2], axis=0)
     value = float(wanted.mean(point[None])[0])
-    half = wanted.widening(level) * float(wanted.deviation(point[None])[0]) / value
+    half = widening * float(wanted.deviation(point[None])[0]) / value
     half = min(half, _WIDEST)  # half width in the logarithm
     table = pd.DataFrame(
         {
@@ -198,6 +206,7 @@ def best_mixture(
             "least": search.low,
             "most": search.high,
             "tried": fit.weights.max(axis=0),
+            "tried_least": fit.weights.min(axis=0),
         }
     )
     chosen = {n: float(c) for n, c in zip(fit.targets, wanted.coefficients, strict=True) if c > 0}

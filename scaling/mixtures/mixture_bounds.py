@@ -43,24 +43,28 @@ def weight_limits(domains: tuple[str, ...], given: MixtureLimits) -> tuple[Array
     """Least and largest weight of each domain, [m] each.
 
     Raises:
+        TypeError: a limit is unknown.
         ValueError: a domain is unknown, bounds are not 0 <= low <= high <= 1, or tokens are given without `n_tokens`.
         ScalingError: no mixture is within the limits.
     """
+    if unknown := given.keys() - MixtureLimits.__annotations__:
+        raise TypeError(f"limits must be among {', '.join(MixtureLimits.__annotations__)}, got {min(unknown)}")
     bounds, available_tokens = given.get("bounds"), given.get("available_tokens")
     n_tokens, max_epochs = given.get("n_tokens"), given.get("max_epochs", EPOCHS)
     low, high = np.zeros(len(domains)), np.ones(len(domains))
     require_known("bounds", bounds or {}, domains)
     require_known("available_tokens", available_tokens or {}, domains)
     for name, pair in (bounds or {}).items():
-        if len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= 1:
-            raise ValueError(f"bounds of {name} must be 0 <= low <= high <= 1, got {tuple(pair)}")
+        ends = np.asarray(pair)
+        if ends.shape != (2,) or ends.dtype.kind not in "iuf" or not 0 <= pair[0] <= pair[1] <= 1:
+            raise ValueError(f"bounds of {name} must be 0 <= low <= high <= 1, got {pair!r}")
         low[domains.index(name)], high[domains.index(name)] = pair
     positive("max_epochs", max_epochs)
     if available_tokens and n_tokens is None:
         raise ValueError("available_tokens needs n_tokens, the number of tokens of the planned run")
     for name, tokens in (available_tokens or {}).items():
         positive(f"available_tokens of {name}", tokens)
-        most = float(tokens) * max_epochs / float(positive("n_tokens", n_tokens or np.nan))
+        most = float(tokens) * max_epochs / float(positive("n_tokens", np.nan if n_tokens is None else n_tokens))
         high[domains.index(name)] = min(high[domains.index(name)], most)
     if low.sum() > 1 + 1e-9 or high.sum() < 1 - 1e-9 or (low > high).any():
         least = ", ".join(f"{name} {a:.3g} to {b:.3g}" for name, a, b in zip(domains, low, high, strict=True) if a > b)

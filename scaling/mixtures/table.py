@@ -163,13 +163,16 @@ def _require_within(name: str, values: Array, least: float, most: float) -> None
 
 
 def _prefixed(rows: pd.DataFrame, prefix: str) -> pd.DataFrame:
-    """Rename columns such as `arxiv_loss` or `loss/arxiv` to `loss_arxiv`, with a note, if no column begins with the prefix."""
+    """Rename columns such as `Loss_arxiv` to `loss_arxiv`, with a note; if no column begins so, also `arxiv_loss` or `loss/arxiv`."""
     word = re.escape(prefix.strip("_"))
-    if not word or any(str(name).startswith(prefix) for name in rows):
+    if not word:
         return rows
-    form = re.compile(rf"(?:(.+)[_/. -]{word}|{word}[/. -](.+))", re.IGNORECASE)
-    found = {name: prefix + (match[1] or match[2]) for name in rows if (match := form.fullmatch(str(name)))}
-    if not found or len({*found.values()}) < len(found):
+    names = [str(name) for name in rows if not (is_recipe(name) or str(name).lower() in _NO_NAMES)]
+    begins = any(name.lower().startswith(prefix.lower()) for name in names)
+    form = re.compile(rf"{re.escape(prefix)}(.+)" if begins else rf"(.+)[_/. -]{word}|{word}[/. -](.+)", re.IGNORECASE)
+    matches = {name: match for name in names if not name.startswith(prefix) and (match := form.fullmatch(name))}
+    found = {name: prefix + match[match.lastindex or 0] for name, match in matches.items()}
+    if not found or len({*rows.columns, *found.values()}) < len({*rows.columns}) + len(found):
         return rows
     rows = rows.rename(columns=found)
     first, ours = next(iter(found.items()))

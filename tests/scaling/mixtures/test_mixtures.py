@@ -250,6 +250,12 @@ def test_a_bad_table_is_named(
         (lambda fit: fit.best({"prose": 1.0}), ValueError, ("objective", "prose")),
         (lambda fit: fit.best({"web": -1.0}), ValueError, ("objective", "-1")),
         (lambda fit: fit.best(bounds={"web": (0.5, 0.2)}), ValueError, ("web", "0.5")),
+        (lambda fit: fit.best(bounds={"web": 0.5}), ValueError, ("web", "0.5")),
+        (lambda fit: fit.best(bounds={"web": ("0.1", "0.5")}), ValueError, ("web", "0.5")),
+        (lambda fit: fit.best(bound={"web": (0.1, 0.5)}), TypeError, ("bound", "bounds")),
+        (lambda fit: fit.next_mixtures(bound={"web": (0.1, 0.5)}), TypeError, ("bound", "bounds")),
+        (lambda fit: fit.best(available_tokens={"web": 1e9}, n_tokens=0), ValueError, ("n_tokens", "0")),
+        (lambda fit: fit.best(level=1.5), ValueError, ("level", "1.5")),
         (lambda fit: fit.best(available_tokens={"web": 1e9}), ValueError, ("n_tokens",)),
         (lambda fit: fit.best(bounds=dict.fromkeys(DOMAINS, (0.0, 0.2))), ScalingError, ("0.8",)),
         (lambda fit: fit.best(bounds=dict.fromkeys(DOMAINS, (0.4, 1.0))), ScalingError, ("1.6",)),
@@ -289,6 +295,31 @@ def test_regmix_mixtures_are_put_in_order_at_their_size_and_sixty_times_it(
                 assert 0.85 < ((own["low"] < runs[target]) & (runs[target] < own["high"])).mean() < 0.99
 
 
+def test_a_weight_below_or_above_those_of_every_run_is_no_supported_one() -> None:
+    """The loss rises steeply below c = .05, where there is no run."""
+    rng = np.random.default_rng(0)
+    c, part = rng.uniform(0.1, 0.3, 24), rng.uniform(0.05, 0.95, 24)
+    weights = pd.DataFrame({"weight_a": (1 - c) * part, "weight_b": (1 - c) * (1 - part), "weight_c": c})
+    true = 2 + 0.5 * c + 1.5 * np.exp(-c / 0.02) + 0.3 * (weights["weight_a"] - 0.5) ** 2
+    fit = fit_mixture(weights.assign(loss_x=true * np.exp(0.001 * rng.standard_normal(24))))
+    best = fit.best()
+    assert best.weights["c"] < 0.09
+    assert (best.status, len(best.caveats)) == ("look", 1)
+    assert "c" in best.caveats[0].split()
+    assert fit.best(bounds={"c": (0.12, 1.0)}).status == "ok"
+    assert fit.best(bounds={"c": (0.4, 1.0)}).status == "look"
+    asked = pd.DataFrame({"c": [best.weights["c"], 0.4, 0.1, 0.2, 0.29]}).assign(a=lambda rows: (1 - rows["c"]) / 2)
+    found = fit.predict(asked.assign(b=asked["a"]))
+    assert found["unsupported"].ne("").tolist() == [True, True, False, False, False]
+    assert fit.predict(weights)["unsupported"].eq("").all()
+    saved = best.to_dict()
+    assert BestMixture.from_dict(saved).caveats == best.caveats
+    for row in saved["table"]:
+        del row["tried_least"]  # as earlier versions saved it
+    assert BestMixture.from_dict(saved).weights == best.weights
+    assert BestMixture.from_dict(saved).status == "ok"
+
+
 def test_beyond_the_runs_sizes_intervals_are_not_supported() -> None:
     rows = table(20, sizes=(1e7, 4e7))
     fit = fit_mixture(rows)
@@ -326,6 +357,19 @@ def test_losses_may_be_named_the_other_way_round(form: str) -> None:
     assert fit.targets == TARGETS
     assert fit.losses.tolist() == fit_mixture(rows).losses.tolist()
     assert len(fit.notes) == 1
+
+
+@pytest.mark.parametrize("renamed", [str.capitalize, str.upper])
+def test_capitals_of_a_prefix_change_nothing(renamed: Callable[[str], str]) -> None:
+    """A target `Loss_web` next to `loss_code` was left out of the objective without a note."""
+    rows = table(20)
+    wanted = fit_mixture(rows)
+    for chosen in ([*rows.columns], ["loss_web"], ["weight_web", "loss_web"]):
+        names = {name: renamed(prefix := name.split("_")[0]) + name.removeprefix(prefix) for name in chosen}
+        found = fit_mixture(rows.rename(columns=names).assign(Weight_Decay=0.1, Loss_Scale=2.0))
+        assert (found.domains, found.targets) == (wanted.domains, wanted.targets)
+        assert (found.losses == wanted.losses).all()
+        assert found.notes
 
 
 def test_a_column_that_splits_the_losses_is_named() -> None:
