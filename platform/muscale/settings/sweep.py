@@ -146,6 +146,12 @@ class SweepSettings(StrictTable):
         rough = [name for name in movable if not isinstance(self.space[name], Uniform | LogUniform)]
         if scheduler == "tune:PB2" and rough:
             yield f'sweep.space: "tune:PB2" changes only real numbers, got {", ".join(rough)}; "pbt" changes any'
+        conditional = [name for name in movable if self.space[name].when] if scheduler.startswith(TUNE) else []
+        if conditional:
+            yield (
+                f'sweep.space: "{scheduler}" changes every hyperparameter of every member, so {", ".join(conditional)} can\'t have a '
+                '"when"; "pbt" knows conditions'
+            )
         if self.trials < 2:
             yield f"sweep.trials: a population needs at least 2 members, got {self.trials}"
 

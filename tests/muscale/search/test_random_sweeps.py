@@ -67,7 +67,8 @@ def spaces(draw: st.DrawFn, scheduler: str) -> Space:
         kinds = NUMBERS if scheduler == "tune:PB2" and name in CHANGEABLE else (*NUMBERS, *OTHERS)
         distribution = draw(st.sampled_from(kinds))
         is_conditional: bool = draw(st.booleans())
-        if found and is_conditional:
+        moved_by_tune = scheduler in ("tune:PB2", "tune:PopulationBasedTraining") and name in CHANGEABLE
+        if found and is_conditional and not moved_by_tune:
             parent = draw(st.sampled_from(list(found)))
             value: Any = found[parent].decode([draw(st.sampled_from([0.0, 0.4, 0.6, 1.0]))])
             conditions: list[OneOf | Range] = [OneOf(values=(value,)), Range(low=value), Range(high=value)]

@@ -13,7 +13,7 @@ from muscale import StudyConfig
 from muscale.plans.costs import cost_of, estimate
 from muscale.settings.sweep import SweepSettings
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from search_spaces import Choice, Integer, LogUniform, Space, Uniform
+from search_spaces import Choice, Condition, Integer, LogUniform, Range, Space, Uniform
 
 SPACE = Space({"learning_rate": LogUniform(low=1e-3, high=1e-1), "beta2": Uniform(low=0.9, high=0.999)})
 MakeStudy = Callable[..., Path]
@@ -32,6 +32,12 @@ def errors(**values: Any) -> list[str]:
 @pytest.mark.parametrize("searcher", ["auto", "across_scales", "tpe", "gp", "cma_es", "quasi_random", "random", "grid"])
 def test_every_searcher_goes_with_every_early_stopping(searcher: str, scheduler: str) -> None:
     assert errors(searcher=searcher, scheduler=scheduler) == []
+
+
+RATE = Uniform(low=0.01, high=0.1)
+CONDITIONAL = Space(
+    {"learning_rate": RATE, "clip_norm": replace(RATE, when=Condition(parents=(("learning_rate", Range(low=0.05)),)))}
+)
 
 
 @pytest.mark.parametrize("scheduler", ["pbt", "tune:PB2"])
@@ -56,6 +62,8 @@ def test_a_population_starts_from_draws(scheduler: str) -> None:
         ({"searcher": "cma_es", "space": SPACE.updated({"zero_readout": Choice(values=(True, False))})}, "searcher"),
         ({"scheduler": "pbt", "space": Space({"init_scale": Uniform(low=0.5, high=2.0)})}, "space"),
         ({"scheduler": "tune:PB2", "space": Space({"clip_norm": Integer(low=1, high=4)})}, "space"),
+        ({"scheduler": "tune:PB2", "space": CONDITIONAL}, "space"),
+        ({"scheduler": "tune:PopulationBasedTraining", "space": CONDITIONAL}, "space"),
         ({"scheduler": "pbt", "schedule": "linear"}, "scheduler"),
         ({"scheduler": "pbt", "trials": 1}, "trials"),
     ],

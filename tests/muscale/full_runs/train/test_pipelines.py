@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.pipelining import PipelineStage
 
 from muscale.full_runs.checkpoints.evaluate import evaluate_checkpoint
+from muscale.full_runs.checkpoints.folder import CHECKPOINTS
 from muscale.full_runs.checkpoints.save import Checkpoints
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
@@ -324,8 +326,8 @@ def test_a_run_that_no_pipeline_can_train_is_refused_before_a_step(make_run: Mak
     assert not (run.directory / METRICS).exists()
 
 
-def is_killed(rank: int, phase: str, here: int) -> None:
-    """Make a rank end itself by SIGKILL after its first checkpoint, in one of `PHASES`."""
+def is_killed(rank: int, phase: str, checkpoints: Path, here: int) -> None:
+    """Make a rank end itself by SIGKILL once there is a checkpoint, in one of `PHASES`."""
     if here != rank:
         return
     calls = 0
@@ -334,6 +336,9 @@ def is_killed(rank: int, phase: str, here: int) -> None:
         nonlocal calls
         calls += 1
         if calls == PHASES[phase][2]:
+            deadline = time.monotonic() + 60
+            while phase != "save" and not [*checkpoints.glob("tokens=*/manifest.json")] and time.monotonic() < deadline:
+                time.sleep(0.01)  # it is saved meanwhile
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*given, **named)
 
@@ -369,7 +374,7 @@ def test_a_killed_rank_of_any_stage_in_any_phase_leaves_a_run_that_goes_on(
     )
     undisturbed = replace(run, directory=tmp_path / "undisturbed")
     gloo_ranks.train(undisturbed, ranks)
-    codes = ended(start(run, ranks, fault=partial(is_killed, rank, phase)))
+    codes = ended(start(run, ranks, fault=partial(is_killed, rank, phase, run.directory / CHECKPOINTS)))
     assert codes[rank] == -signal.SIGKILL
     gloo_ranks.train(run, ranks)
     assert result(run)["resumed_from"] in (BATCH * 6, BATCH * 12)
