@@ -72,7 +72,7 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
                 f"a run must have a single n_params, got {sizes[row]} in that of row {row_name(table, row)}"
             )
         return _shared("run", table["run"], n_tokens, certain=True) if table["run"].duplicated().any() else None
-    called = {column: plain(str(column).split("/")[-1]).strip("_") for column in table.columns}
+    called = short_names(table)
     steps = any(name in STEPS for name in called.values())
     unique = any(called[column] in RUNS and _is_unique(table[column]) for column in called)
     named = [
@@ -92,6 +92,11 @@ def checkpoints(table: pd.DataFrame, n_params: pd.Series, n_tokens: pd.Series) -
     return _shared(column, run, n_tokens, certain=certain)
 
 
+def short_names(table: pd.DataFrame) -> dict[Hashable, str]:
+    """Return the last part of each column's name, in small letters: `step` for wandb's "train/Step"."""
+    return {column: plain(str(column).split("/")[-1]).strip("_") for column in table.columns}
+
+
 def _shared(column: Hashable, run: pd.Series, n_tokens: pd.Series, *, certain: bool) -> SharedRuns:
     last = n_tokens.groupby(run.to_numpy()).transform("max")
     return SharedRuns(column=column, run=run, earlier=(n_tokens < last).to_numpy(), certain=certain)
@@ -102,18 +107,14 @@ def _is_unique(names: pd.Series) -> bool:
     return bool(len(names) and all(isinstance(name, str) for name in names) and not names.duplicated().any())
 
 
-def last_of_runs(table: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Return the longest row of each run, by n_tokens or compute, if the caller names a column of runs.
-
-    Args:
-        by: Further columns that distinguish runs.
-    """
+def last_of_runs(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the longest row of each run, by n_tokens or compute, if the caller names a column of runs."""
     along = [name for name in ("n_tokens", "compute_flops") if name in table]
     if "run" not in table.attrs.get(FOUND_AS, {}) or not along:
         return table
     require_filled(table, "run")
     length = pd.to_numeric(table[along[0]], errors="coerce")
-    last = length.groupby([table[name].to_numpy() for name in ("run", *by)]).transform("max")
+    last = length.groupby(table["run"].to_numpy()).transform("max")
     return table[~(length < last)]
 
 

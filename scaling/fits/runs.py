@@ -88,16 +88,20 @@ class Runs:
 
     @property
     def omitted(self) -> str:
-        """Number of rows left out, with the first reason of each kind, most frequent first; empty if none were."""
-        if not len(self.left_out):
-            return ""
-        reasons = self.left_out["reason"]
-        kinds = reasons.groupby(reasons.str.replace(r"[\d.,]+", "#", regex=True), sort=False)
-        counts = sorted(((len(kind), kind.iloc[0]) for _, kind in kinds), key=lambda pair: -pair[0])
-        named = [f"{n} because {why}" for n, why in counts[:_MOST_REASONS]]
-        if rest := sum(n for n, _ in counts[_MOST_REASONS:]):
-            named.append(f"{rest} for other reasons")
-        return f"{len(reasons)} rows were left out: " + "; ".join(named)
+        """The rows left out and their reasons, in words; empty if none were."""
+        return omitted(self.left_out["reason"])
+
+
+def omitted(reasons: pd.Series) -> str:
+    """Return the number of rows left out, with the first reason of each kind, most frequent first; empty if none were."""
+    if not len(reasons):
+        return ""
+    kinds = reasons.groupby(reasons.str.replace(r"[\d.,]+", "#", regex=True), sort=False)
+    counts = sorted(((len(kind), kind.iloc[0]) for _, kind in kinds), key=lambda pair: -pair[0])
+    named = [f"{n} because {why}" for n, why in counts[:_MOST_REASONS]]
+    if rest := sum(n for n, _ in counts[_MOST_REASONS:]):
+        named.append(f"{rest} for other reasons")
+    return f"{len(reasons)} rows were left out: " + "; ".join(named)
 
 
 def read_table(runs: Table) -> pd.DataFrame:
@@ -250,7 +254,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
     require_columns(runs, (*needed, *(name for name in OPTIONAL if name in runs)))
     loss_unit = runs.attrs.get(UNIT) if loss_unit is None else loss_unit
     factor, unit = to_nats(NATS if loss_unit is None else loss_unit)
-    reason = _stated_reasons(runs)
+    reason = stated_reasons(runs)
     without = without_loss(runs, among=reason == "")
     reason[without] = NO_LOSS
     notes = (*runs.attrs.get(NOTES, ()), *note_of(runs, without))
@@ -272,7 +276,7 @@ def check_runs(runs: pd.DataFrame, columns: tuple[str, ...], *, max_regret: floa
         for i in np.flatnonzero(open_ & (regret > max_regret)):
             reason[i] = f"predicted regret {regret[i]:.3%} is above {max_regret:.3%}"
     if "annealed" in runs:
-        reason[np.flatnonzero(open_)[_unannealed(runs["annealed"][open_])]] = UNANNEALED
+        reason[np.flatnonzero(open_)[unannealed(runs["annealed"][open_])]] = UNANNEALED
     unfinished = unfinished_states(runs[reason == ""])
     shared, mid_run = (None, ()) if "stem" in runs else _leave_out_mid_run(runs, rows, reason)
     worse = () if "regret" in runs else _leave_out_worse_recipes(runs, rows, reason, needed)
@@ -353,7 +357,7 @@ def _stems(runs: pd.DataFrame, considered: pd.DataFrame) -> pd.Series:
     return runs["stem"]
 
 
-def _unannealed(annealed: pd.Series) -> NDArray[np.bool_]:
+def unannealed(annealed: pd.Series) -> NDArray[np.bool_]:
     """Whether each run ended before its schedule did, [K]."""
     sound = all(pd.api.types.is_hashable(value) for value in annealed)
     if not sound or not annealed.isin([True, False]).all():
@@ -363,7 +367,7 @@ def _unannealed(annealed: pd.Series) -> NDArray[np.bool_]:
     return np.asarray(~annealed.isin([True]))
 
 
-def _stated_reasons(runs: pd.DataFrame) -> NDArray[np.object_]:
+def stated_reasons(runs: pd.DataFrame) -> NDArray[np.object_]:
     """Reasons why the table itself leaves rows out, "" for the other rows, [K]."""
     if "left_out" not in runs:
         return np.full(len(runs), "", dtype=object)

@@ -16,6 +16,8 @@ MOST_WITHOUT_LOSS = 0.5
 """Share of rows without a loss above which the column is taken to be the wrong one (assumed)."""
 _UNFINISHED = ("crashed", "failed", "killed", "running", "preempting", "preempted")
 """States of runs that did not end as planned, as W&B and others write them."""
+STATES = ("state", "status")
+"""Names of columns of such states, without capitals and punctuation."""
 MOST_NAMED = 5
 """Most rows that a note names."""
 
@@ -65,7 +67,7 @@ def note_of(rows: pd.DataFrame, without: NDArray[np.intp]) -> tuple[str, ...]:
 def unfinished_states(rows: pd.DataFrame) -> tuple[str, ...]:
     """Return a warning if some of the rows have a state, as W&B exports it, of runs that did not finish."""
     for column in rows.columns:
-        if plain(str(column)).strip("_") in ("state", "status"):
+        if plain(str(column)).strip("_") in STATES:
             stated = rows[column].astype(str).str.lower()
             broken = stated.isin(_UNFINISHED)
             if broken.any() and not broken.all():

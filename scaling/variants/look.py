@@ -41,6 +41,7 @@ class Look:
         beyond: finished runs of each variant that are far from all of the baseline, and so are not compared.
         scales, chances: the grid of the noise and its posterior, [n_noises] each.
         noise_dof: degrees of freedom of the measured noise; 0 if no runs were repeated, so that the noise is assumed.
+        seed_noise: standard deviation of log loss from seed to seed that variants have in common; 0 if it is not known.
     """
 
     rows: pd.DataFrame
@@ -53,6 +54,7 @@ class Look:
     scales: Array
     chances: Array
     noise_dof: float
+    seed_noise: float
 
     @classmethod
     def at(
@@ -94,6 +96,7 @@ class Look:
             scales=scales,
             chances=chances / chances.sum(),
             noise_dof=own.dof,
+            seed_noise=math.sqrt(own.seed_variance),
         )
 
     @property

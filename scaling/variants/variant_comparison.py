@@ -32,6 +32,7 @@ class VariantComparison(JsonResult):
         noise: standard deviation of one run's log loss, pooled over variants; the posterior's median at the last look.
         noise_dof: degrees of freedom of the measured noise; 0 if no runs were repeated, so that the noise is assumed; NaN in results
             of earlier versions.
+        seed_noise: standard deviation of log loss from seed to seed that all variants of one size share; 0 if it is not known.
         baseline_loss: loss of the baseline at the target, by a power law with a floor.
         baseline_diverged: diverged runs of the baseline.
         table: by variant, at the look that decided the variant or else the last look: runs, diverged, beyond (runs that are not
@@ -43,6 +44,8 @@ class VariantComparison(JsonResult):
         band: by variant and compute_flops, up to the target: multiplier, low, high.
         looks: by look and variant that was still undecided: multiplier, low, high, p_better, p_worth, verdict.
         unit: unit of the losses; empty if it was not stated.
+        notes: how the table was read, and which rows were left out.
+        warnings: reasons why the rows may not be finished, separate runs.
         next_runs: by undecided variant, within the target's compute: the cheapest runs that would decide with a probability of .5;
             if there are none, the runs most likely to decide, from a probability of .05: compute_flops and seeds of the
             variant, cost (FLOPs, the baseline's seeds included), p_decided.
@@ -65,6 +68,9 @@ class VariantComparison(JsonResult):
     noise_dof: OrNan = math.nan
     baseline_diverged: int = 0
     unit: str = ""
+    seed_noise: float = 0.0
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def undecided(self) -> list[str]:
@@ -100,13 +106,15 @@ class VariantComparison(JsonResult):
             + ("; the slope is assumed because there is only one size" if self.n_sizes == 1 else ""),
             "promote": f"multiplier above 1; wrong for any variant{looked} with a probability of {self.error:g} at most",
             "reject": f"multiplier below {1 + self.worth:g}, no gain worth a change; same error probability",
-            "noise": f"{self.noise:.2%} of the loss between two runs that differ only in their seed"
+            "noise": f"{self.noise:.2%} of the loss from run to run"
+            + (f" on the same seed; {self.seed_noise:.2%} from seed to seed, common to all" if self.seed_noise else "")
             + (
                 ""
                 if self.noise_dof != 0
                 else "; assumed, since no runs were repeated: promotions are as sure as this is"
             ),
         }
+        about |= {name: "; ".join(each) for name, each in (("notes", self.notes), ("warnings", self.warnings)) if each}
         for row in table[table["diverged"] > 0].to_dict("records"):
             about[f"diverged: {row['variant']}"] = f"{row['diverged']} of {row['runs']} runs; not promoted"
         if self.baseline_diverged:
