@@ -6,7 +6,8 @@ A variant with compute C has the loss that the baseline has with compute m·C (t
 Measured log m, one for each size, lie about a line in log C. Its slope g has a heavy-tailed prior about 0: most gains stay, some
 fade, a few reverse. A random walk in proportion to the slope's scale lets the line bend beyond the runs; the runs decide between
 steady gains, which stay straight, and changing ones. Noise is pooled over the variants, from repeated seeds and from the residuals.
-Offset, slope, walk and noise are integrated over; the baseline's law is taken as fitted.
+Offset, slope, walk and noise are integrated over. The errors of the baseline's law, to first order, add to the measured log m: they
+have no effect at log m = 0. With one size of the baseline the law is taken as fitted.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Look:
         """Fit the baseline's law, and weigh each noise by the evidence of all variants."""
         cells, own = _cells(rows)
         sd, dof = own.with_prior(*noise)
-        law = Baseline.fitted(cells[cells["variant"] == baseline])
+        law = Baseline.fitted(cells[cells["variant"] == baseline], sd, own.seed_variance)
         finished, gains, unmeasured, beyond = set(cells["variant"]), {}, {}, {}
         for name in (name for name in names if name in finished):
             of_variant = cells[cells["variant"] == name]
@@ -149,7 +149,7 @@ class Look:
         if name not in self.gains:
             return []
         gains = self.gains[name]
-        variance = np.diag(self.noise**2 * gains.unit_noise + gains.of_seeds)
+        variance = np.diag(self.noise**2 * gains.unit_noise + gains.other_noise)
         reach = normal_quantile((1 + self.level) / 2) * np.sqrt(variance)
         ends = np.exp(np.stack([gains.log_m, gains.log_m - reach, gains.log_m + reach], axis=1))
         return [

@@ -31,6 +31,8 @@ NOISE = (1e-3, 4.0)
 BEYOND = 2.0
 """Factor in compute beyond the baseline's finished runs up to which its law stands in for missing runs: extrapolated from two of
 four sizes, 16 times below, it took a variant without effect for one worth 15 times its compute."""
+_STEP = 1e-6  # of derivatives, in standard deviations
+_LEAST_SHARE = 1e-8  # singular value of the fit, as a share of the largest, below which a flat baseline has no slope
 _N_SLOPES = 24  # grid points of the sum over slopes
 _BISECTIONS = 40  # halvings of the distance between the normals' quantiles: a part in 1e12 is left
 Seeds = tuple[tuple[tuple[str, str], ...], ...]
@@ -47,6 +49,8 @@ class Baseline:
         x0: mean log compute of the cells.
         x, residual, runs, sizes: log compute, log loss above the law, number of runs, and label ("" without one) of each cell, [K].
         seeds: seeds of the runs in each cell, [K]; empty if they are not known.
+        errors: independent errors of one standard deviation of floor, excess and log gamma, [R, 3]; none with one size, whose slope
+            is assumed.
     """
 
     floor: float
@@ -58,14 +62,20 @@ class Baseline:
     runs: Array
     sizes: tuple[str, ...]
     seeds: Seeds
+    errors: Array
 
     @classmethod
-    def fitted(cls, cells: pd.DataFrame) -> Baseline:
-        """Fit by least squares with the priors of E and gamma; with one size the priors alone give the slope."""
+    def fitted(cls, cells: pd.DataFrame, noise: float, seed_variance: float) -> Baseline:
+        """Fit by least squares with the priors of E and gamma; with one size the priors alone give the slope.
+
+        `noise` and `seed_variance` are the standard deviation of one run's log loss and the variance that a seed adds to it.
+        """
         from scipy.optimize import least_squares
 
         x, y = np.log(cells["flops"].to_numpy()), cells["y"].to_numpy()
-        x0, weights, least = float(x.mean()), np.sqrt(cells["runs"].to_numpy()) / NOISE[0], float(y.min())
+        runs, seeds = cells["runs"].to_numpy(dtype=np.float64), tuple(cells["seeds"])
+        of_seeds = np.diag(_unshared(seeds, seeds, np.zeros((len(x), len(x)))))
+        x0, weights, least = float(x.mean()), 1 / np.sqrt(noise**2 / runs + seed_variance * of_seeds), float(y.min())
 
         def distances(theta: Array) -> Array:
             floor, excess, gamma = theta
@@ -74,7 +84,8 @@ class Baseline:
             return np.append(weights * off, prior)
 
         start = [least + math.log(FLOOR[0]), least + math.log(1 - FLOOR[0]), math.log(GAMMA[0])]
-        floor, excess, gamma = least_squares(distances, start).x
+        found = least_squares(distances, start)
+        floor, excess, gamma = found.x
         return cls(
             floor=float(floor),
             excess=float(excess),
@@ -82,14 +93,26 @@ class Baseline:
             x0=x0,
             x=x,
             residual=y - np.logaddexp(floor, excess - np.exp(gamma) * (x - x0)),
-            runs=cells["runs"].to_numpy(dtype=np.float64),
+            runs=runs,
             sizes=tuple(cells["size"]),
-            seeds=tuple(cells["seeds"]),
+            seeds=seeds,
+            errors=np.linalg.pinv(found.jac, _LEAST_SHARE).T[: None if len(x) > 1 else 0],
         )
+
+    def moved(self, error: Array) -> Baseline:
+        """Return the law with `error` added to floor, excess and log gamma; the cells keep their losses."""
+        floor, excess, gamma = self.floor + error[0], self.excess + error[1], self.gamma * math.exp(error[2])
+        law = replace(self, floor=floor, excess=excess, gamma=gamma)
+        change = [self.log_loss(x) - law.log_loss(x) for x in self.x]
+        return replace(law, residual=self.residual + change)
 
     def log_loss(self, x: float) -> float:
         """Log loss of the law at log compute `x`."""
         return float(np.logaddexp(self.floor, self.excess - self.gamma * (x - self.x0)))
+
+    def compute_of(self, log_loss: Array) -> Array:
+        """Log compute at which the law has each log loss, which must be above the floor."""
+        return np.asarray(self.x0 - (log_loss + np.log1p(-np.exp(self.floor - log_loss)) - self.excess) / self.gamma)
 
     def slope(self, x: Array) -> Array:
         """−d log L / d log C at log compute `x`, of the same shape."""
@@ -126,7 +149,8 @@ class Gains:
         change: log loss above the baseline's at the same compute, [J].
         unit_change: variance of `change` for runs of noise 1, [J].
         unit_noise: covariance of `log_m` for runs of noise 1 in log loss, with the share of the baseline's runs, [J, J].
-        change_of_seeds, of_seeds: variance of `change` and covariance of `log_m` by seeds that variant and baseline do not share.
+        change_of_seeds: variance of `change` by seeds that variant and baseline do not share, [J].
+        other_noise: covariance of `log_m` by these seeds and by the errors of the baseline's law, [J, J].
     """
 
     x: Array
@@ -136,7 +160,7 @@ class Gains:
     unit_change: Array
     unit_noise: Array
     change_of_seeds: Array
-    of_seeds: Array
+    other_noise: Array
 
     @classmethod
     def measured(cls, law: Baseline, cells: pd.DataFrame, name: str, seed_variance: float) -> Gains:
@@ -158,7 +182,12 @@ class Gains:
                 f"{math.exp(law.floor):.4g} of the baseline's law: no compute of the baseline reaches it, so it has no multiplier; "
                 "check that both have losses in one unit on one held-out set, or add larger runs of the baseline"
             )
-        equal = law.x0 - (y + np.log1p(-np.exp(law.floor - y)) - law.excess) / law.gamma
+        equal = law.compute_of(y)
+        # the derivatives of log m along each error of the law
+        of_law = [
+            (moved.compute_of(cells["y"].to_numpy() - weights @ moved.residual) - equal) / _STEP
+            for moved in (law.moved(_STEP * error) for error in law.errors)
+        ]
         # the slope at `equal`: at x, a baseline that hardly falls any more would blur any gap
         per_loss = 1 / law.slope(equal)
         own = np.diag(1 / cells["runs"].to_numpy(dtype=np.float64)) + (weights / law.runs) @ weights.T
@@ -171,7 +200,7 @@ class Gains:
             unit_change=np.diag(own),
             unit_noise=own * np.outer(per_loss, per_loss),
             change_of_seeds=np.diag(others),
-            of_seeds=others * np.outer(per_loss, per_loss),
+            other_noise=others * np.outer(per_loss, per_loss) + sum(np.outer(each, each) for each in of_law),
         )
 
     def _prior(self, left: Array, right: Array, slope_sd: Array) -> Array:
@@ -184,7 +213,7 @@ class Gains:
     def _covariance(self, scales: Array) -> Array:
         """Covariance of the measured log m, [n_noises, n_slopes, J, J]."""
         noise = np.multiply.outer(scales**2, self.unit_noise)
-        return self._prior(self.x, self.x, _slope_sds()) + noise[:, None] + self.of_seeds
+        return self._prior(self.x, self.x, _slope_sds()) + noise[:, None] + self.other_noise
 
     def evidence(self, scales: Array) -> Array:
         """Log density of the measured log m for each noise and sd of g, up to a constant, [n_noises, n_slopes]."""
@@ -212,10 +241,10 @@ class Gains:
     def with_runs(self, log_compute: float, variance: float) -> Gains:
         """Return the gains with one more measurement of this variance at noise 1; its log m is 0, as only variances are predicted."""
         n = len(self.x)
-        noise, of_seeds = np.zeros((2, n + 1, n + 1))
-        noise[:n, :n], noise[n, n], of_seeds[:n, :n] = self.unit_noise, variance, self.of_seeds
+        noise, other_noise = np.zeros((2, n + 1, n + 1))
+        noise[:n, :n], noise[n, n], other_noise[:n, :n] = self.unit_noise, variance, self.other_noise
         x, log_m = np.append(self.x, log_compute - self.x0), np.append(self.log_m, 0.0)
-        return replace(self, x=x, log_m=log_m, unit_noise=noise, of_seeds=of_seeds)
+        return replace(self, x=x, log_m=log_m, unit_noise=noise, other_noise=other_noise)
 
 
 @dataclass(frozen=True)

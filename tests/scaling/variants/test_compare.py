@@ -420,3 +420,23 @@ def test_noise_that_no_repeated_run_measured_is_assumed() -> None:
     rows = planted(0, {"a": 1.2})
     assert compare_variants(rows, "baseline").noise_dof > 0
     assert compare_variants(rows[rows["seed"] == 0].drop(columns="seed"), "baseline").noise_dof == 0
+
+
+@pytest.mark.parametrize("shared", [0.01, 0.02])
+def test_a_multiplier_is_as_uncertain_as_the_slope_of_the_baseline(shared: float) -> None:
+    """Seeds that variants share cancel in the change of the loss, not in the law that converts it to compute."""
+    flops, held, n_sets = np.array([1e18, 3e18, 1e19, 3e19]), 0, 12
+    for number in range(n_sets):
+        rng, rows = np.random.default_rng(number), []
+        of_seed = shared * rng.standard_normal((2, 4))
+        for name, m in {"baseline": 1.0, "better": 1.3}.items():
+            for seed, common in enumerate(of_seed):
+                losses = (1.7 + 2 * (m * flops / 1e18) ** -0.15) * np.exp(common + 1e-3 * rng.standard_normal(4))
+                rows += [
+                    {"variant": name, "seed": seed, "compute_flops": c, "loss": y}
+                    for c, y in zip(flops, losses, strict=True)
+                ]
+        found = compare_variants(pd.DataFrame(rows), "baseline", target_flops=1e21)
+        held += found.table["low"][0] <= 1.3 <= found.table["high"][0]
+        assert found.verdict("better") == "promote"
+    assert held >= 0.75 * n_sets
