@@ -11,7 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from scaling.arrays import Array
-from scaling.checks import FOUND_AS, losses, names, numbers, plain, renamed, require_columns, require_distinct, row_name
+from scaling.checks import FOUND_AS, losses, names, numbers, plain, renamed, require_columns, require_distinct
 from scaling.fits.as_found import BYTES, NOTES, PER_BYTE, UNIT, compute_unit
 from scaling.fits.checkpoints import RUNS, STEPS, checkpoints, short_names
 from scaling.fits.recipes import is_recipe
