@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from muscale.actors import stalls
 from muscale.actors.cluster import cluster
 from muscale.actors.work import LOSS, Steps, Work
-from muscale.errors import StageError
+from muscale.errors import StageError, first_line
 from muscale.fingerprint import package_fingerprint
 from muscale.interrupts import defer_sigint, interruptible
 from muscale.ray_connection import alive_nodes, in_environment, may_grow, note_taken, require_room, room_for
@@ -112,8 +112,12 @@ def _fit(
         try:
             with interruptible(partial(_stop, work)):
                 tuner.fit()
-        except Exception:
-            if not dispatcher.broke:
+        except Exception as error:
+            if work.interrupted:  # the caller ends in either case, and what was finished is recorded
+                logging.getLogger(__name__).warning(
+                    "Ray Tune ended with an error after the interruption: %s", first_line(error)
+                )
+            elif not dispatcher.broke:
                 raise
     if dispatcher.broke:
         raise dispatcher.broke

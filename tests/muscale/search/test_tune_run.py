@@ -206,6 +206,29 @@ def test_a_suggestion_is_one_tune_trial_that_pauses_at_rungs_in_fewer_processes_
     assert dict(os.environ) == before, "a notebook's own Tuner would find these settings"
 
 
+class Breaks(Callback):
+    """Raises at the first result, after what it is given."""
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        self.first = first
+
+    def on_trial_result(self, *_: Any, **__: Any) -> None:
+        self.first()
+        raise RuntimeError("the tape is torn")
+
+
+@pytest.mark.parametrize(("is_interrupted", "raised"), [(True, KeyboardInterrupt), (False, Exception)])
+def test_an_error_after_an_interruption_is_the_interruption(
+    make_engine: MakeEngine, ledger: Ledger, ray_cluster: Cluster, is_interrupted: bool, raised: type[BaseException]
+) -> None:
+    engine = make_engine(GRID)
+    (ledger.directory / FAULT).write_text("")
+    steps = SweepSteps(plan=cast(TrialPlan, PlantedPlan()), rank_by="averaged")
+    breaks = Breaks(lambda: setattr(engine, "interrupted", is_interrupted))
+    with pytest.raises(raised):
+        run_with_tune(engine, steps, ledger, ONE, (breaks,), PlantedTraining)
+
+
 @pytest.mark.soak
 def test_a_tune_process_that_dies_between_two_jobs_costs_neither(run: Run, tmp_path: Path) -> None:
     engine = run("", trainable=DiesWhenReset)
