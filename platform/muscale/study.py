@@ -193,15 +193,15 @@ class Study(Result):
 
     def _require_trained_on(self, corpus: Corpus) -> None:
         """Refuse a corpus other than that of the search's runs, and remove it: it would begin the whole study again."""
-        of_sweep = self.ledger.read(find, "runs", {"purpose": "sweep"}, ["-created_at"], limit=1)
-        trained = of_sweep and self.ledger.read(find, "segments", {"key": of_sweep[0]["key"]}, limit=1)
-        if not trained or (before := trained[0]["numerics"]["corpus_key"]) == corpus.key:
-            return
-        discard_corpus(corpus.folder)
-        raise StageError(
-            f"corpus: the text now gives corpus {corpus.key}, but the study's runs were trained on {before}: restore the text, or "
-            "begin a study in another directory"
-        )
+        for purpose in ("sweep", "tune"):
+            newest = self.ledger.read(find, "runs", {"purpose": purpose}, ["-created_at"], limit=1)
+            trained = newest and self.ledger.read(find, "segments", {"key": newest[0]["key"]}, limit=1)
+            if trained and (before := trained[0]["numerics"]["corpus_key"]) != corpus.key:
+                discard_corpus(corpus.folder)
+                raise StageError(
+                    f"corpus: the text now gives corpus {corpus.key}, but the study's runs were trained on {before}: restore the "
+                    "text, or begin a study in another directory"
+                )
 
     def _write_corpus(self, folder: Path) -> Corpus:
         config = self.config

@@ -36,9 +36,8 @@ def has_experts(config: Any) -> bool:
 def require_chosen(config: Any) -> None:
     """Require that a token passes some experts, at most all, whose gates depend on the router; raise FamilyError otherwise."""
     per_token, n_experts = config.num_experts_per_tok, config.num_experts
-    least = (
-        2 if getattr(config, "norm_topk_prob", True) else 1
-    )  # the gate of a single expert, divided by itself, is constant
+    # Gates that are divided by their sum are constant for a single expert.
+    least = 2 if getattr(config, "norm_topk_prob", True) else 1
     if not least <= per_token <= n_experts:
         raise FamilyError(
             f"num_experts_per_tok must lie in {least} to the number of experts, {n_experts}, got {per_token}"

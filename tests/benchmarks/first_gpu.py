@@ -123,9 +123,8 @@ def within(limit: float, part: str, device: Device, size: dict[str, int]) -> Any
 
 def send_figures(sender: Connection, part: str, device: Device, size: dict[str, int]) -> None:
     """Measure a part and send its figures."""
-    if (
-        device == "cpu"
-    ):  # imported once and not by every rank; on a GPU a fork of what has imported this may not use CUDA
+    # imported once and not by every rank; on a GPU a fork of what has imported this may not use CUDA
+    if device == "cpu":
         multiprocessing.get_context("forkserver").set_forkserver_preload(["muscale.full_runs.train.attempt"])
     parts: dict[str, Callable[[], Any]] = {
         "attention": lambda: list(attention(device, **size)),

@@ -21,11 +21,8 @@ from scaling.serialization import JsonResult
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# bytes, a limit of Linux' file systems; characters, which leaves space for the folder's own path
-_LONGEST_NAME, _LONGEST_PATH = (
-    255,
-    2000,
-)
+_LONGEST_NAME = 255  # bytes, a limit of Linux' file systems
+_LONGEST_PATH = 2000  # characters, which leaves space for the folder's own path
 _MAX_MANIFEST_BYTES = 16 << 20  # a manifest of a few dozen files takes some kilobytes; assumed
 
 

@@ -38,9 +38,8 @@ def read_toml(path: Path, refusal: type[MuscaleError], *, missing: str = "", is_
 def parse_toml(text: str | bytes) -> dict[str, Any]:
     """Parse the tables of a text; raise ValueError if the text is not UTF-8 or not TOML, whose integers have 64 bits."""
     try:
-        values = tomllib.loads(
-            text if isinstance(text, str) else text.decode("utf-8-sig")
-        )  # editors of Windows add a mark
+        # editors of Windows add a mark
+        values = tomllib.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
         _require_64_bits(values)
     except ValueError as error:
         raise ValueError(f"can't be read as TOML: {error}") from error

@@ -48,10 +48,13 @@ def text_of(sequences: torch.Tensor) -> list[str]:
     return [bytes(row.tolist()).replace(b"\0", b"").decode() for row in sequences]
 
 
-def test_a_study_whose_search_was_trained_does_not_begin_again_on_another_text(make_study: MakeStudy) -> None:
+@pytest.mark.parametrize("purpose", ["sweep", "tune"])
+def test_a_study_whose_search_was_trained_does_not_begin_again_on_another_text(
+    make_study: MakeStudy, purpose: str
+) -> None:
     path = make_study()
     study = Study.open(path, quiet=True)
-    chain, folder, changed = trained_run(study, purpose="sweep"), path.parent / CORPUS, path.parent / "text" / "new.txt"
+    chain, folder, changed = trained_run(study, purpose=purpose), path.parent / CORPUS, path.parent / "text" / "new.txt"
     key = chain.numerics.corpus_key
     shutil.rmtree(folder)
     assert Study.open(path, quiet=True).corpus.key == key, "written again from the same text"
