@@ -16,7 +16,6 @@ import pandas as pd
 
 from muscale.actors.cluster import staying_cluster
 from muscale.actors.jobs import Job, finish_stage
-from muscale.actors.ray_map import cluster_map
 from muscale.errors import BundleError, StageError, StudyDirectoryError
 from muscale.findings import Findings, Stages, StudyContents, findings, ladder_schedules, ladder_stages
 from muscale.full_runs.promote import promotion
@@ -40,11 +39,11 @@ from muscale.plans.plan import register as register_plan
 from muscale.plans.score_forecasts import ScoreForecasts, forecast_scores, in_time, register_scores, registered_scores
 from muscale.plans.use_case_card import UseCaseCard, card_of
 from muscale.programs.program_family import files_of
-from muscale.progress import Display, following, silent
+from muscale.progress import Display, following
 from muscale.proxies import comparison, ladder, transfer
 from muscale.proxies.comparison import Comparison
 from muscale.proxies.ladder_scores import known_ladder_scores, ladder_scores
-from muscale.proxies.leak_check import LeakCheck, check_leaks, count_near_duplicates, known_leaks
+from muscale.proxies.leak_check import LeakCheck, known_leaks
 from muscale.proxies.measures import Measures, check_tasks, measures_of
 from muscale.proxies.study_check import known_check, run_check
 from muscale.proxies.variant_corpora import variant_corpora
@@ -64,14 +63,11 @@ from muscale.store.lease import full_run_lease, lease
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.open_ledger import open_ledger
-from muscale.store.statements import find
+from muscale.study_corpus import check_corpus, clean_corpus, open_corpus
 from muscale.tracking.trackers import Tracking
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.data.cleaning.cleaned import Cleaned
-from proxy_models.data.cleaning.cleaning_step import MissingLibraryError
 from proxy_models.data.corpus import Corpus
-from proxy_models.data.corpus_writing import OtherCorpusError, discard_corpus
-from proxy_models.data.sources import CorpusError
 from proxy_models.training.numerics import Numerics
 from scaling import ScalingFit, Verdict
 from scaling.fits.as_found import NO_COLUMNS
@@ -163,59 +159,7 @@ class Study(Result):
     @cached_property
     def corpus(self) -> Corpus:
         """The token files, written at first use."""
-        config, folder = self.config, self.directory / CORPUS
-        try:
-            if config.trainer:
-                with self._display.reading("corpus"):
-                    return config.trainer.write_corpus(folder)
-            try:
-                corpus = self._write_corpus(folder)
-            except OtherCorpusError:
-                if self.ledger.is_begun:
-                    raise
-                # nothing was trained on it; its settings, such as [corpus.clean], have changed since
-                discard_corpus(folder)
-                corpus = self._write_corpus(folder)
-        except CorpusError as error:
-            raise StageError(f"corpus: {error}") from error
-        self._require_trained_on(corpus)
-        data.require_fitting_model(corpus, config.model)
-        for warning in data.cut_records(corpus, config.model.context_length):
-            self._display.line(f"warning: {warning}")
-        if config.initial_weights:
-            from muscale import weights_folder  # slow to import: torch
-
-            with self._display.reading("initial weights"):
-                weights_folder.store(config, self.directory, corpus, is_begun=self.ledger.is_begun)
-        if not known_leaks(config, self.ledger, corpus):
-            self._find_leaks(corpus)
-        return corpus
-
-    def _require_trained_on(self, corpus: Corpus) -> None:
-        """Refuse a corpus other than that of the search's runs, and remove it: it would begin the whole study again."""
-        for purpose in ("sweep", "tune"):
-            newest = self.ledger.read(find, "runs", {"purpose": purpose}, ["-created_at"], limit=1)
-            trained = newest and self.ledger.read(find, "segments", {"key": newest[0]["key"]}, limit=1)
-            if trained and (before := trained[0]["numerics"]["corpus_key"]) != corpus.key:
-                discard_corpus(corpus.folder)
-                raise StageError(
-                    f"corpus: the text now gives corpus {corpus.key}, but the study's runs were trained on {before}: restore the "
-                    "text, or begin a study in another directory"
-                )
-
-    def _write_corpus(self, folder: Path) -> Corpus:
-        config = self.config
-        with self._display.reading("corpus") as on_progress, cluster_map(config.resources) as parallel:
-            return data.write(
-                config.corpus, self.directory, folder, config.model.vocab_size, on_progress, parallel_map=parallel
-            )
-
-    def _find_leaks(self, corpus: Corpus) -> LeakCheck:
-        with self._display.reading("leaks") as on_progress:
-            found = check_leaks(self.config, self.ledger, corpus, self.directory, on_progress)
-        if not found.passed:
-            self._display.line(f"warning: {found.compared}; `muscale data check` lists the passages")
-        return found
+        return open_corpus(self.contents, self._display)
 
     def check_data(self) -> LeakCheck:
         """Measure how much held-out text, and how many near-duplicates, the training text contains.
@@ -224,15 +168,7 @@ class Study(Result):
             StageError: If a program reads its own data, or a source can't be read.
         """
         self._require_no_trainer("data check", "its data is not visible here")
-        corpus = self.corpus
-        try:
-            with self._display.reading("near-duplicates") as on_progress:
-                count_near_duplicates(self.config, self.ledger, corpus, self.directory, on_progress)
-        except MissingLibraryError as error:
-            self._display.line(f"not counted: {error}")
-        except CorpusError as error:
-            raise StageError(f"data check: {error}") from error
-        return check_leaks(self.config, self.ledger, corpus, self.directory, silent)
+        return check_corpus(self.contents, self.corpus, self._display)
 
     def clean_data(self, confirm: Callable[[str], bool] | None = None) -> Cleaned:
         """Clean the text of the corpus as set in [corpus.clean], or open the cleaned text.
@@ -243,27 +179,8 @@ class Study(Result):
         Raises:
             StageError: If [corpus.clean] has no step, the text can't be read, or a step removes too much.
         """
-        settings = self.config.corpus
         self._require_no_trainer("data clean", "it reads its own data")
-        if not (settings.clean and settings.clean.is_on):
-            raise StageError("data clean: [corpus.clean] of the study file must have a step, such as exact_duplicates")
-        try:
-            with self._display.reading("clean") as on_progress, cluster_map(self.config.resources) as parallel:
-
-                def confirmed(question: str) -> bool:
-                    with self._display.paused():
-                        return confirm is not None and confirm(question)
-
-                return data.write_cleaned(
-                    settings,
-                    self.directory,
-                    self.directory,
-                    on_progress,
-                    confirm=confirmed,
-                    parallel_map=parallel,
-                )
-        except CorpusError as error:
-            raise StageError(f"corpus.clean: {error}") from error
+        return clean_corpus(self.contents, self._display, confirm)
 
     @cached_property
     def _numerics(self) -> Numerics:

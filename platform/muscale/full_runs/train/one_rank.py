@@ -5,6 +5,7 @@ Before a promotion this finds what FSDP2 can't train, and values that differ if 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,12 +94,17 @@ def _losses(model: nn.Module, numerics: Numerics, recipe: Recipe, sequences: Ten
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """A process group of this process alone, unless it is already in a group."""
+    """A process group of this process alone, unless it is already in a group.
+
+    PyTorch replaces `sys.excepthook` with one that names the rank; a user's script gets its own back.
+    """
     if dist.is_initialized():
         yield
         return
+    hook = sys.excepthook
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
