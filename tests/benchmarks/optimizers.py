@@ -1,14 +1,16 @@
-"""Cost and loss of LAMB and SOAP next to AdamW and Muon at one size.
+"""Cost and loss of LAMB and SOAP next to AdamW and Muon at one size, or the drift of their best rates over width.
 
-    python tests/benchmarks/optimizers.py [--seeds 1] [--folder runs/benchmarks/optimizers]
+    python tests/benchmarks/optimizers.py [--seeds 1] [--transfer lamb soap] [--folder runs/benchmarks/optimizers]
 
-A decoder on the standard library's own source, with three rates an octave apart, values given at width 32. The folder keeps every
+A decoder on the standard library's own source, with three rates an octave apart, values given at width 32. With `--transfer`, each
+named optimizer has five rates an octave apart at each width from 16 to 128, judged like `muscale transfer`. The folder keeps every
 finished run, so that the same command resumes. Steps are timed in seconds of a processor, on one thread.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,12 @@ from proxy_models.architecture.decoder import Decoder, next_token_loss
 from proxy_models.architecture.parametrization import OptimizerName, parametrize
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training.optimizer import clip, initialize, make_optimizer
+from scaling import fit_transfer
 from tests.benchmarks.kept_runs import parser_of, row_of, trained
 
 BASE = ModelConfig(d_model=32, n_layers=2, head_dim=16, context_length=128)
 WIDTH = 128
+WIDTHS = (16, 32, 64, 128)
 BATCH_TOKENS, N_TOKENS = 1024, 163_840
 CENTRES: dict[OptimizerName, float] = {"adamw": -6.0, "muon": -5.0, "lamb": -5.0, "soap": -6.0}
 """Log2 of the rate in the middle of each grid."""
@@ -38,8 +42,19 @@ class Task:
     seed: int
 
 
+def grids(optimizers: Sequence[OptimizerName], n_seeds: int) -> list[Task]:
+    """The runs over width, seed after seed."""
+    return [
+        Task(optimizer=optimizer, width=width, log2_rate=CENTRES[optimizer] + offset, seed=seed)
+        for seed in range(n_seeds)
+        for optimizer in optimizers
+        for width in WIDTHS
+        for offset in (0, -1, 1, -2, 2)
+    ]
+
+
 def tasks(n_seeds: int) -> list[Task]:
-    """Every run."""
+    """The runs at one size."""
     return [
         Task(optimizer=optimizer, width=WIDTH, log2_rate=centre + offset, seed=seed)
         for offset in (0, -1, 1)
@@ -79,7 +94,16 @@ def seconds_a_step(optimizer: OptimizerName) -> tuple[float, float]:
 
 
 def main() -> None:
-    options = parser_of(__doc__, "optimizers", seeds=1).parse_args()
+    parser = parser_of(__doc__, "optimizers", seeds=1)
+    parser.add_argument("--transfer", nargs="+", choices=CENTRES, help="drift of the best rate over width")
+    options = parser.parse_args()
+    if options.transfer:
+        rows = trained(options, grids(options.transfer, options.seeds), train).assign(
+            rate=lambda rows: 2.0 ** rows["log2_rate"]
+        )
+        for optimizer, grid in rows.groupby("optimizer"):
+            print(f"{optimizer}\n{fit_transfer(grid[['width', 'rate', 'loss', 'seed']], along='width')}")
+        return
     rows = trained(options, tasks(options.seeds), train)
     torch.set_num_threads(1)
     table = rows.pivot_table("loss", index="optimizer", columns="log2_rate").round(4)
