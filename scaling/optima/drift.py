@@ -207,22 +207,28 @@ def half_width(stderrs: tuple[float, float], dofs: tuple[float, float], n_seeds:
 
 
 def _worse_when_larger(table: pd.DataFrame, optima: dict[float, Optimum], along: str, over: str) -> str | None:
-    """Describe the first value near a size's optimum at which the next larger model is worse beyond the noise."""
-    by_value = table.groupby([along, over])["loss"].agg([("mean", lambda y: y.mean(skipna=False)), ("runs", "size")])
+    """Describe the first value near a size's optimum at which the next larger model is worse beyond the noise.
+
+    The noise of a run is that about the size's parabola, or the scatter of the seeds at this value if that is larger: seeds
+    scatter more at rates where runs become unstable, and the parabola has a level for each seed.
+    """
+    runs = table.assign(log_loss=np.log(table["loss"])).groupby([along, over])["log_loss"]
+    by_value = runs.agg([("mean", lambda y: y.mean(skipna=False)), ("variance", "var"), ("runs", "size")])
     for small, large in itertools.pairwise(optima):
         both = {"left_index": True, "right_index": True, "suffixes": ("_small", "_large")}
         shared = by_value.loc[small].dropna().merge(by_value.loc[large], **both)
         octave = np.log2(shared.index)
         low, high = optima[small].used
         for value, row in shared[(octave >= low) & (octave <= high)].iterrows():
-            variance = np.nan_to_num(optima[small].noise) ** 2 / row["runs_small"]
-            variance += np.nan_to_num(optima[large].noise) ** 2 / row["runs_large"]
-            gain = math.log(row["mean_small"] / row["mean_large"])  # NaN if the large model diverged
+            variance = sum(
+                np.fmax(np.nan_to_num(optima[size].noise) ** 2, row[f"variance_{which}"]) / row[f"runs_{which}"]
+                for size, which in ((small, "small"), (large, "large"))
+            )
+            gain = row["mean_small"] - row["mean_large"]  # NaN if the large model diverged
             if not gain >= -SIGNIFICANCE * math.sqrt(variance):
-                losses_there = (
-                    f"{along} {large:g} ends at {row['mean_large']:.4f}, {along} {small:g} at {row['mean_small']:.4f}"
-                )
-                return f"{losses_there}, at {over} {value:.3g}"
+                ends = [f"{along} {large:g} ends at {math.exp(row['mean_large']):.4f}"]
+                ends.append(f"{along} {small:g} at {math.exp(row['mean_small']):.4f}")
+                return f"{', '.join(ends)}, at {over} {value:.3g}"
     return None
 
 

@@ -98,6 +98,28 @@ def test_a_tie_within_the_noise_is_not_worse() -> None:
     assert fit_transfer(sweep([-6.7] * 4, noise=0.005, gain=0.0)).larger_is_better
 
 
+def test_scatter_between_seeds_at_an_unstable_rate_is_no_loss_of_the_wider_model() -> None:
+    """As measured on decoders with two seeds: at 2^−2.5 those of width 32 differ by .28, and one ends above width 16."""
+    losses = {
+        (16, 0): (2.477, 2.404, 2.395, 2.391, 2.414, 2.452, 2.456),
+        (16, 1): (2.456, 2.383, 2.342, 2.400, 2.375, 2.430, 2.504),
+        (32, 0): (2.420, 2.355, 2.258, 2.261, 2.303, 2.368, 2.428),
+        (32, 1): (2.407, 2.347, 2.286, 2.254, 2.323, 2.397, 2.703),
+    }
+    rows = pd.DataFrame(
+        [
+            (width, 2.0 ** (-7 + 0.75 * k), loss, seed)
+            for (width, seed), measured in losses.items()
+            for k, loss in enumerate(measured)
+        ],
+        columns=["width", "rate", "loss", "seed"],
+    )
+    assert fit_transfer(rows).larger_is_better
+    assert not fit_transfer(
+        rows.assign(loss=rows["loss"].where(rows["width"] == 16, rows["loss"] * 1.08))
+    ).larger_is_better
+
+
 def test_worse_is_more_than_three_standard_errors() -> None:
     """Two sizes with the same noise, of which the larger loses so much everywhere; three runs at each rate."""
     rows = sweep([-6.7], widths=(32,), noise=0.005)
