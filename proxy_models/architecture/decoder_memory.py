@@ -203,20 +203,26 @@ class StageRank:
             gradients=gradients,
             optimizer=FP32 * part.n_moments(optimizer, share, n_owners),
             reduced=peak.reduced,
-            activations=peak.activations + self.received,
+            activations=peak.activations + self._at_edges(self.pipeline.sequences),
         )
 
-    @property
-    def received(self) -> int:
-        """Bytes of the buffers for what the stages receive: activations except in the first stage, gradients except in the last."""
-        edges = 2 * len(self.blocks) - self.part.has_embedding - self.part.has_readout
-        return edges * self.pipeline.sequences * self._stream
+    def _at_edges(self, sequences: int) -> int:
+        """Bytes of what stages receive for so many sequences: activations except in the first stage, gradients except in the last.
 
-    def evaluating(self, at_work: int, share: int) -> int:
-        """Bytes of gathered weights with a pass `at_work`, or while the last unit arrives and the buffer of another stays."""
+        An evaluation receives no gradients, but torch keeps until its end what all stages except the last have sent.
+        """
+        edges = 2 * len(self.blocks) - self.part.has_embedding - self.part.has_readout
+        return edges * sequences * self._stream
+
+    def evaluating(self, sequences: int, at_work: int, share: int) -> int:
+        """Bytes of an evaluation with a micro-batch of `sequences` for each rank of the pipeline.
+
+        The weights are gathered, with a pass `at_work`, or while the last unit arrives and the buffer of another stays.
+        """
         part, unit = self.part, self.largest_unit
         arriving = part.compute * (2 * unit + part.put_together(share))
-        return part.compute * part.n_params + max(part.compute * unit + at_work, arriving)
+        weights = part.compute * part.n_params + max(part.compute * unit + at_work, arriving)
+        return weights + self._at_edges(self.pipeline.ranks * sequences)
 
     @property
     def largest_unit(self) -> int:
@@ -232,7 +238,7 @@ class StageRank:
     def _moments(
         self, micro_batch: int, checkpointing: Checkpointing, *, compiled: bool, again: bool, share: int
     ) -> list[tuple[int, Moment]]:
-        """Return the moments of a step that may be its peak, with the bytes of gradients, without the buffers of `received`."""
+        """Return the moments of a step that may be its peak, with the bytes of gradients, without what `_at_edges` counts."""
         part, number = self.part, self.pipeline.micro_batches(micro_batch)
         size = self.pipeline.sequences // number
         n_positions, stream = size * part.own_positions, size * self._stream
@@ -305,8 +311,8 @@ def evaluation_memory(
     """Return an upper bound of the bytes on each device during an evaluation within training: state without gradients, and a pass.
 
     The pass takes `sequences` at a time. FSDP2 gathers a unit into a buffer and copies the weights from it; the buffer stays until
-    the next unit is gathered. The readout stays gathered from the first pass on, since no backward pass follows. In a pipeline, the
-    buffers of a training step stay, and a stage's weights may all be gathered.
+    the next unit is gathered. The readout stays gathered from the first pass on, since no backward pass follows. In a pipeline, a
+    stage's weights may all be gathered; the buffers of training are freed before.
     """
     held = training.parameters + training.optimizer
     part = DecoderPart(config, precision, tensor_parallel, context_parallel, expert_ranks=expert_parallel)
@@ -320,7 +326,7 @@ def evaluation_memory(
     at_work = evaluation_bytes(config, sequences, precision, **shared)
     if pipeline:
         ranks = StageRank.all_of(config, precision, tensor_parallel, context_parallel, pipeline)
-        most = max(rank.received + rank.evaluating(at_work, world_size) for rank in ranks)
+        most = max(rank.evaluating(sequences, at_work, world_size) for rank in ranks)
         return held + most + 2 * stream
     copied = part.put_together(world_size)
     if world_size * tensor_parallel == 1:

@@ -149,7 +149,7 @@ class Stage(nn.Module):
         self._entry.received = received
         try:
             loss = self._family.training_loss if self.training else self._family.evaluation_loss
-            return weighted(loss, self.scale)(self.model, sequences)[None]
+            return torch.stack([weighted(loss, self.scale)(self.model, sequences)])  # FSDP2 warns of a view
         except _LeftError as left:
             return left.stream
         finally:

@@ -71,7 +71,7 @@ class Pipeline:
         self._schedule, self._group, self._stream, self._micro_batch = schedule, group, stream, micro_batch
         self._parameters = list(self.module.parameters())
         self._device = self._parameters[0].device
-        self._passes: dict[bool, tuple[int, int, Any]] = {}
+        self._passes: tuple[tuple[bool, int, int], Any] | None = None
 
     @property
     def rank(self) -> int:
@@ -151,12 +151,13 @@ class Pipeline:
         return {"sequences": sequences} | ({"target": sequences} if self._has_last else {})
 
     def _run(self, sequences: Tensor, number: int, *, trains: bool) -> Any:
-        """Return torch's schedule for so many micro-batches; the last of each kind is kept, since its buffers take memory."""
+        """Return torch's schedule for so many micro-batches; only the last one is kept, since its buffers take memory."""
         size = len(sequences) // number
-        if self._passes.get(trains, ())[:2] != (number, size):
-            self._passes.pop(trains, None)
-            self._passes[trains] = number, size, self._schedule_for(sequences[:size], number, trains=trains)
-        return self._passes[trains][2]
+        kind = trains, number, size
+        if self._passes is None or self._passes[0] != kind:
+            self._passes = None  # before the next one has its buffers
+            self._passes = kind, self._schedule_for(sequences[:size], number, trains=trains)
+        return self._passes[1]
 
     def _schedule_for(self, sequences: Tensor, number: int, *, trains: bool) -> Any:
         stages = [self._torch_stage(at, sequences, trains=trains) for at in self.stages]

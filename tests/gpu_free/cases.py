@@ -22,7 +22,7 @@ from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.architecture.stage_layout import PipelineSchedule
 from proxy_models.data.batches import EvaluationSet
 from proxy_models.recipes.hyperparameters import Hyperparameters
-from proxy_models.training.fsdp import between_parts
+from proxy_models.training.fsdp import between_parts, settle
 from proxy_models.training.held_out_passes import source_losses
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import make_optimizer
@@ -203,10 +203,12 @@ class Case:
         return self.parallelism.memory_conditions(self.parallelism.grid(self.ranks), self.share)
 
 
-def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int]], MemoryTrace]:
-    """Memory and collectives of a step, and memory of an evaluation after it, as a full run takes them.
+def traced(
+    case: Case, *, order: tuple[str, ...] = ("evaluate", "step", "evaluate")
+) -> tuple[int, Counter[tuple[str, torch.dtype, int]], int]:
+    """Peak and collectives of a step, and the peak of an evaluation, as a full run takes them in this order; the last of each.
 
-    The step is all passes, clipping and the optimizer, by `Stepper`; the evaluation two passes on each rank.
+    The step is all passes, clipping and the optimizer, by `Stepper`; an evaluation two passes on each rank, or one of a pipeline.
     """
     model, parallelism, device, size = case.model, case.parallelism, torch.device("cpu"), SEQUENCES[case.shape]
     grid = parallelism.grid(case.ranks)
@@ -244,20 +246,30 @@ def traced(case: Case) -> tuple[MemoryTrace, Counter[tuple[str, torch.dtype, int
             optimizer.step()  # makes its state
             optimizer.zero_grad()
             sequences = torch.zeros(case.share, model.context_length + 1, dtype=torch.int64)
-            memory, evaluation, collectives = MemoryTrace(), MemoryTrace(), Collectives()
-            for trace in (memory, evaluation):
-                trace.hold("parameters", built.parameters())
-                trace.hold("buffers", built.buffers())
-                trace.hold("optimizer", (value for state in optimizer.state.values() for value in state.values()))
-            with memory.tracing(), collectives:
-                stepper.step(sequences, number=1, tokens=batch, rate_factor=1.0)
+            memory, collectives, peaks = MemoryTrace(), Collectives(), dict[str, int]()
+            memory.hold("parameters", built.parameters())
+            memory.hold("buffers", built.buffers())
+            memory.hold("optimizer", (value for state in optimizer.state.values() for value in state.values()))
             held_out = {"": EvaluationSet(sequences=sequences[: 2 * size].repeat(shares, 1), weight=1.0)}
-            with evaluation.tracing(), torch.no_grad():
+
+            def step() -> None:
+                with collectives:
+                    stepper.step(sequences, number=1, tokens=batch, rate_factor=1.0)
+
+            @torch.no_grad()
+            def evaluate() -> None:
                 if pipeline:
-                    pipeline.held_out_loss(sequences[:size])
+                    pipeline.held_out_loss(sequences[: size * pipeline.n_ranks])
                 else:
                     source_losses(built, next_token_loss, held_out, device=device, batch=size, ranks=shares)
-    return memory, collectives.calls, evaluation
+                settle(*(pipeline.stages.values() if pipeline else (built,)))
+
+            with memory.tracing():
+                for name in order:
+                    memory.most = 0
+                    {"step": step, "evaluate": evaluate}[name]()
+                    peaks[name] = memory.most
+    return peaks["step"], collectives.calls, peaks["evaluate"]
 
 
 def agree(_schedule: Any, stages: list[PipelineStage], *_: Any) -> None:

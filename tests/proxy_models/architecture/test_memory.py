@@ -271,15 +271,16 @@ def test_activations_in_a_pipeline_are_those_in_flight_and_the_buffers_that_rece
     assert more - less == 32 * stream, "a buffer for each sequence, and no more in flight"
 
 
-def test_an_evaluation_in_a_pipeline_keeps_its_buffers_and_gathers_a_stage() -> None:
+def test_an_evaluation_in_a_pipeline_keeps_what_stages_send_and_gathers_a_stage() -> None:
     config, pipeline = ModelConfig(d_model=64, n_layers=16), PipelineShare(schedule="1f1b", ranks=4, sequences=32)
     state: dict[str, Any] = {"sharding": "full", "world_size": 4, "pipeline": pipeline}
     training = training_memory(config, micro_batch=2, **state)
-    held = training.parameters + training.optimizer
     found = evaluation_memory(config, 2, training, **state)
-    assert found - held > 2 * 32 * 4 * config.context_length * config.d_model, "receives activations and gradients"
-    whole = evaluation_memory(config, 2, training, sharding="zero2", world_size=4)
-    assert found - held < whole - held + 2 * 32 * 4 * config.context_length * config.d_model
+    assert evaluation_memory(config, 2, training, **state | {"pipeline": replace(pipeline, sequences=64)}) == found
+    stream = 4 * 2 * 4 * config.context_length * config.d_model  # of four micro-batches of two sequences, in fp32
+    held = training.parameters + training.optimizer
+    assert found - held > 2 * stream, "received and sent"
+    assert found < evaluation_memory(config, 2, training, sharding="zero2", world_size=4) + 2 * stream
 
 
 def test_a_pipeline_keeps_at_least_the_least_memory() -> None:
