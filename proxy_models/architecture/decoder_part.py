@@ -233,6 +233,8 @@ class DecoderPart:
             Moment(arriving, buffers.block_gradient + tied, blocks - kept),  # … of the second-last block
             Moment(at_block, buffers.readout_gradient + late, blocks + in_block),  # in the last block
             Moment(at_block, buffers.block_gradient + late, blocks - kept + in_block),  # in the second-last block
+            # At the end of the second-last block, whose gradients are there while those of the last are reduced.
+            Moment(at_block, buffers.whole_block_gradient + tied, blocks - 2 * kept + stream),
             Moment(prefetched, buffers.whole_block_gradient + tied, blocks - kept + stream),
         ]
 

@@ -20,6 +20,8 @@ from tests.gpu_free.cases import EXPERTS, LAYOUTS, PIPELINES, RANKS, SEQUENCES, 
 from tests.gpu_free.host_waits import CASES, STEPS, taken
 
 TOLERANCE = 0.05
+NEGLIGIBLE = 0.005
+"""Most by which an evaluation may exceed its bound: held-out sequences, which a run has on the CPU, and tables of angles."""
 LOOSE = 0.5
 """Most by which the estimate, an upper bound, may exceed the peak of a schedule that computes gradients of weights apart."""
 
@@ -83,7 +85,7 @@ def row(case: Case) -> bool:
         flush=True,
     )
     within = 0 <= error <= LOOSE if case.parallelism.splits_backward else abs(error) <= TOLERANCE
-    return within and of_evaluation >= 0
+    return within and of_evaluation >= -NEGLIGIBLE
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ LAYOUTS = {
     "full": Parallelism(),
     "hybrid": Parallelism(sharding="hybrid", shard_ranks=NODE),
     "tensor": Parallelism(tensor_parallel=NODE),
+    "context": Parallelism(context_parallel=NODE),
 }
 EXPERTS = {
     "experts": Parallelism(expert_parallel=NODE),

@@ -30,7 +30,7 @@ from muscale.full_runs.records.attempts import Attempt
 from muscale.full_runs.train import module as full_run_module
 from muscale.full_runs.train.interventions import Interventions
 from muscale.full_runs.train.module import FullRunModule
-from muscale.full_runs.train.sharding import Meshes, build_model, build_pipeline, mesh_of
+from muscale.full_runs.train.sharding import Meshes, build_model, build_pipeline
 from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import SpikePolicy
 from proxy_models.architecture.config import ModelConfig
@@ -73,6 +73,7 @@ class Steps:
         guarded: Whether spikes are left out.
         compiled: Whether each block is compiled.
         experts: Whether the model is a mixture of experts.
+        within: Whether attention stays within documents and a window; which blocks of keys a GPU skips, `lowering` finds.
     """
 
     layout: str = "full"
@@ -80,10 +81,11 @@ class Steps:
     guarded: bool = False
     compiled: bool = False
     experts: bool = False
+    within: bool = False
 
     def __str__(self) -> str:
-        options = (("guarded", self.guarded), ("compiled", self.compiled), ("experts", self.experts))
-        return ", ".join([self.layout, self.optimizer, *(name for name, on in options if on)])
+        options = (name for name in ("guarded", "compiled", "experts", "within") if getattr(self, name))
+        return ", ".join([self.layout, self.optimizer, *options])
 
 
 _EXCHANGING: tuple[OptimizerName, ...] = ("lamb", "muon", "soap")
@@ -96,6 +98,8 @@ CASES = (
     Steps(optimizer="muon", compiled=True, experts=True),
     *(Steps(layout=layout) for layout in ("1f1b", "zero_bubble_v")),
     Steps(layout="1f1b", optimizer="lamb"),
+    Steps(layout="context", compiled=True, within=True),
+    Steps(layout="1f1b, context", compiled=True, within=True),
 )
 
 
@@ -130,6 +134,8 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         step: Number of the step at hand, which waits are noted with; 0: between steps.
         waits: Number of waits by step and operator.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -208,8 +214,9 @@ def run_of(case: Steps, directory: Path) -> FullRun:
     stages, size = parallelism.pipeline_parallel, 2
     layers, n_experts = max(2, n_stages(parallelism.pipeline_schedule, stages)), 8 if case.experts else None
     model = ModelConfig(
-        d_model=256, n_layers=layers, head_dim=16, queries_per_kv=2, context_length=64, n_experts=n_experts
-    )
+        d_model=256, n_layers=layers, head_dim=16, queries_per_kv=2, context_length=64, n_experts=n_experts,
+        document_separator=0 if case.within else None, attention_window=16 if case.within else None,
+    )  # fmt: skip
     batch = size * max(2, stages) * parallelism.data_ranks(RANKS) * model.context_length
     corpus = _corpus()
     numerics = Numerics(
@@ -249,7 +256,7 @@ def taken(case: Steps) -> Found:
 
     with tempfile.TemporaryDirectory() as folder, rank_of(0, RANKS), ExitStack() as stack:
         run = run_of(case, Path(folder))
-        meshes = Meshes(mesh_of(run.parallelism.grid(RANKS), device.type))
+        meshes = Meshes.of(run.parallelism, run.parallelism.grid(RANKS), device.type)
         for owner, name, value in (
             (full_run_module, "RankFlags", _Flags),
             *(

@@ -24,9 +24,12 @@ from tests.quick import quick_and_soak
             Steps(guarded=True, experts=True),
             Steps(optimizer="soap"),
             Steps(layout="1f1b", optimizer="lamb"),
+            Steps(layout="context", compiled=True, within=True),
+            Steps(layout="1f1b, context", compiled=True, within=True),
         ],
         Steps(layout="tensor", compiled=True),
         Steps(guarded=True, experts=True),
+        Steps(layout="1f1b, context", compiled=True, within=True),
     ),
     ids=str,
 )
