@@ -1,12 +1,13 @@
 """Lower compiled code for an H100 that is not there: graphs, attention's kernels, and every Triton kernel to a cubin.
 
+Models of one rank, then stages of a pipeline and ranks that share every sequence, in a fake process group without other ranks.
 Then whole steps on fake tensors of that H100, uncompiled as optimizers are: what of them would make the host wait.
 
     make lowering
 
 It needs Linux, gcc and torch's CUDA build, for which the Makefile makes a separate environment (5.5 GB); no GPU and no driver.
 Exits with 1 if a case has more graphs than kinds of blocks, attention by another kernel than FlashAttention, or FlexAttention within
-windows, a kernel that ptxas refuses, or if a step waits.
+windows and for shared sequences, a kernel that ptxas refuses, no collectives where keys are gathered, or if a step waits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -29,21 +30,29 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from proxy_models.architecture.attention import cuda_kernel
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.cross_entropy import _gradient_of_chunk, _statistics_of_chunk
 from proxy_models.architecture.decoder import Decoder, training_loss
+from proxy_models.architecture.families import family_of
 from proxy_models.architecture.memory import CHUNK_ENTRIES, Checkpointing
 from proxy_models.architecture.parametrization import OptimizerName
+from proxy_models.architecture.stage import Stage, edges_of
+from proxy_models.architecture.stage_layout import blocks_of_stages
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.training import soap
 from proxy_models.training.guard_settings import GuardSettings
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import make_optimizer
+from proxy_models.training.pipeline import Pipeline
 from proxy_models.training.step import Stepper
+from tests.gpu_free.cases import agree
 from tests.gpu_free.fake_device import _attention
 from tests.gpu_free.host_waits import HostWaits
+from tests.muscale.fake_ranks import rank_of
 
 # Of the data sheet: docs.nvidia.com/cuda/hopper-tuning-guide, and cudaGetDeviceProperties of an H100 SXM.
 H100 = SimpleNamespace(
@@ -70,6 +79,49 @@ MODELS = {  # with the attention that each has, and the graphs of its blocks
     ),
     "experts": (replace(SHAPE, n_experts=8, experts_per_token=2, expert_ratio=1.0), _FUSED[_FLASH], 1),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A rank's share of a model: a stage of a pipeline, and its positions of every sequence."""
+
+    config: ModelConfig
+    stages: int = 1
+    stage: int = 0
+    context: int = 1
+
+    def __str__(self) -> str:
+        model = "documents, every second window" if self.config.attention_window else "grouped heads"
+        return f"{model}, stage {self.stage + 1} of {self.stages}, {self.context} ranks a sequence"
+
+    @property
+    def blocks(self) -> range:
+        return blocks_of_stages(self.config, self.stages)[self.stage]
+
+    @property
+    def kinds(self) -> int:
+        """Number of kinds of the stage's blocks."""
+        return len({self.config.window_of(layer) for layer in self.blocks})
+
+    @property
+    def attention(self) -> set[str]:
+        return _FUSED[_FLEX if self.config.attention_window or self.context > 1 else _FLASH]
+
+    @property
+    def collectives(self) -> set[str]:
+        return {"all_gather_into_tensor", "reduce_scatter_tensor"} if self.context > 1 else set()
+
+
+_GROUPED = replace(SHAPE, queries_per_kv=4, n_layers=6)
+_WITHIN = replace(_GROUPED, document_separator=0, attention_window=512, global_attention_every=2)
+SHARES: tuple[tuple[Share, Checkpointing], ...] = (
+    *((Share(config=_GROUPED, stages=3, stage=stage), "none") for stage in range(3)),
+    *((Share(config=_WITHIN, stages=3, stage=stage), "full") for stage in range(3)),
+    *((Share(config=_GROUPED, context=4), checkpointing) for checkpointing in ("none", "selective")),
+    *((Share(config=_WITHIN, context=4), checkpointing) for checkpointing in get_args(Checkpointing)),
+    (Share(config=_WITHIN, stages=3, stage=1, context=4), "selective"),
+)
+_OF_COLLECTIVES = re.compile(r"torch\.ops\._c10d_functional\.(\w+?)(?:_out)?\.default\(")
 _SWITCHES = {
     "torch._inductor.config.compile_threads": 1,
     "torch._inductor.config.fx_graph_cache": False,
@@ -88,12 +140,14 @@ class Lowered:
         graphs: Dynamo's.
         kernels: Triton's, compiled by ptxas.
         attention: Attention's operators in the code of the graphs, forward and backward.
+        collectives: Collectives there.
         refused: Errors of kernels.
     """
 
     def __init__(self) -> None:
         self.graphs, self.kernels = 0, 0
         self.attention: set[str] = set()
+        self.collectives: set[str] = set()
         self.refused: list[str] = []
 
     def lower(self, graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -103,6 +157,11 @@ class Lowered:
         self.graphs += 1
         compile_fx(graph, inputs)
         return graph.forward  # type: ignore[no-any-return]
+
+    def compile(self, model: Decoder) -> None:
+        """Compile each block, as full runs do."""
+        for block in model.blocks:
+            block.compile(backend=self.lower, dynamic=False, fullgraph=True)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -115,6 +174,7 @@ class Lowered:
         def written(source: str, *rest: Any, **named: Any) -> Any:
             if "async_compile" in source:
                 self.attention.update(_OF_ATTENTION.findall(source))
+                self.collectives.update(set(_OF_COLLECTIVES.findall(source)) - {"wait_tensor"})
                 self.attention.update(
                     re.findall(rf"'kernel_name': 'triton_tem_fused\w*?({_FLEX}(?:_backward)?)", source)
                 )
@@ -214,16 +274,13 @@ def lowered(config: ModelConfig, checkpointing: Checkpointing, *, whole: bool) -
     torch._dynamo.reset()
     found = Lowered()
     with h100(), found.noting():
-        model = _model(config)
-        for block in model.blocks:
-            block.checkpointing = checkpointing  # type: ignore[assignment]
+        model = _model(config, checkpointing)
         sequences = torch.zeros(8, config.context_length + 1, dtype=torch.int64, device=DEVICE)
         loss = training_loss
         if whole:
             loss = torch.compile(training_loss, backend=found.lower, dynamic=False, fullgraph=True)
         else:
-            for block in model.blocks:
-                block.compile(backend=found.lower, dynamic=False, fullgraph=True)
+            found.compile(model)
         loss(model, sequences).backward()  # type: ignore[no-untyped-call]
     return found
 
@@ -244,32 +301,63 @@ def lowered_loss() -> Lowered:
     return found
 
 
+def lowered_share(share: Share, checkpointing: Checkpointing) -> tuple[Lowered, HostWaits]:
+    """Take three steps in bf16 of a rank whose blocks are compiled, with AdamW; lower their forward and backward passes."""
+    torch._dynamo.reset()
+    config, found, noted = share.config, Lowered(), HostWaits(DEVICE.type)
+    family, edges = family_of(config), edges_of(config, torch.bfloat16)
+    with rank_of(share.stage * share.context, share.stages * share.context):
+        mesh = init_device_mesh("cpu", (share.stages, share.context), mesh_dim_names=("stages", "context"))
+        with h100(), found.noting(), patch.object(_PipelineSchedule, "_warmup_p2p", agree):
+            model = _model(config, checkpointing)
+            found.compile(model)
+            if share.context > 1:
+                family.share_sequences(model, mesh["context"])
+            pipeline = None
+            if share.stages > 1:
+                stage = Stage(model, family, share.blocks, edges, device=DEVICE)
+                stream = edges.stream[:, : config.context_length // share.context]
+                stages, group = {share.stage: stage}, mesh["stages"].get_group()
+                pipeline = Pipeline(stages, "1f1b", group=group, stream=stream, micro_batch=2)
+            _take_steps(noted, model, config, pipeline=pipeline)
+    return found, noted
+
+
 def stepped(optimizer: OptimizerName, *, guarded: bool) -> HostWaits:
     """Take three steps of two passes in bf16: forward, backward, clipping and the optimizer; SOAP renews its eigenbases in each."""
-    batch = 8 * SHAPE.context_length
-    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=batch, optimizer=optimizer).resolve(100 * batch)
-    numerics = Numerics(
-        model=SHAPE, base=SHAPE, corpus_key="", seed=0, evaluation_tokens=64, precision="bf16",
-        guard=GuardSettings(window=8) if guarded else None,
-    )  # fmt: skip
     noted = HostWaits(DEVICE.type)
     with h100(), patch.object(soap, "_FREQUENCY", 1):
-        model = _model(SHAPE)
-        made = make_optimizer(model, numerics.parametrization(recipe.optimizer), recipe)
-        stepper = Stepper(model, made, numerics, recipe, micro_batch=4)
-        sequences = torch.zeros(8, SHAPE.context_length + 1, dtype=torch.int64, device=DEVICE)
-        with noted.copies(), noted:
-            for number in range(3):
-                noted.step = number + 1
-                stepper.step(sequences, number=number, tokens=number * batch, rate_factor=1.0)
+        _take_steps(noted, _model(SHAPE), SHAPE, optimizer, guarded=guarded)
     return noted
 
 
-def _model(config: ModelConfig) -> Decoder:
+def _take_steps(
+    noted: HostWaits, model: Decoder, config: ModelConfig, optimizer: OptimizerName = "adamw", *, guarded: bool = False,
+    pipeline: Pipeline | None = None,
+) -> None:  # fmt: skip
+    batch = 8 * config.context_length
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=batch, optimizer=optimizer).resolve(100 * batch)
+    numerics = Numerics(
+        model=config, base=config, corpus_key="", seed=0, evaluation_tokens=64, precision="bf16",
+        guard=GuardSettings(window=8) if guarded else None,
+    )  # fmt: skip
+    module = pipeline.module if pipeline else model
+    made = make_optimizer(module, numerics.parametrization(recipe.optimizer), recipe)
+    stepper = Stepper(module, made, numerics, recipe, micro_batch=4, pipeline=pipeline)
+    sequences = torch.zeros(8, config.context_length + 1, dtype=torch.int64, device=DEVICE)
+    with noted.copies(), noted:
+        for number in range(3):
+            noted.step = number + 1
+            stepper.step(sequences, number=number, tokens=number * batch, rate_factor=1.0)
+
+
+def _model(config: ModelConfig, checkpointing: Checkpointing = "none") -> Decoder:
     """A decoder on the device, in bf16, of values that nobody drew."""
     with torch.device(DEVICE), patch("torch.nn.init.kaiming_uniform_"), patch("torch.nn.init.normal_", _undrawn):
         model = Decoder(config)
     model.compute_dtype = torch.bfloat16
+    for block in model.blocks:
+        block.checkpointing = checkpointing  # type: ignore[assignment]
     return model
 
 
@@ -323,6 +411,20 @@ def main() -> int:
         )
         if found.graphs != (1 if whole else kinds) or found.attention != fused or found.refused or not found.kernels:
             failed.append(f"{name}, {checkpointing}, {'whole' if whole else 'blocks'}: {vars(found)}")
+    print("| rank | checkpointing | graphs | kernels to cubin | attention | collectives | waits in three steps |")
+    print(f"|{7 * ' --- |'}")
+    for share, checkpointing in SHARES:
+        found, noted = lowered_share(share, checkpointing)
+        print(
+            f"| {share} | {checkpointing} | {found.graphs} | {found.kernels} | {', '.join(sorted(found.attention))} "
+            f"| {', '.join(sorted(found.collectives))} | {noted.waits.total()} |",
+            flush=True,
+        )
+        as_wanted = (found.graphs, found.attention, found.collectives) == (
+            share.kinds, share.attention, share.collectives
+        )  # fmt: skip
+        if not as_wanted or found.refused or not found.kernels or noted.waits:
+            failed.append(f"{share}, {checkpointing}: {vars(found)}, {dict(noted.waits)}")
     loss = lowered_loss()
     print(f"the loss of a chunk: {loss.graphs} graphs, {loss.kernels} kernels to cubin", flush=True)
     if loss.graphs != 2 or loss.refused or not loss.kernels:
