@@ -107,7 +107,7 @@ def fitting_layouts(
     Args:
         step: Conditions of the step: everything but its layout and micro-batch, which are replaced.
         smallest_batch_tokens: Batch at the beginning of a ramp; None: the step's.
-        micro_batch: Sequences of a pass; None: for each layout as many as fit.
+        micro_batch: Most sequences of a pass; None: for each layout as many as fit.
     """
     from proxy_models.training.traced_memory import estimated_memory  # imports torch
 
@@ -124,7 +124,11 @@ def fitting_layouts(
         estimate = partial(estimated_memory, model, precision=step.precision, optimizer=optimizer, **conditions)
         pipeline = parallelism.pipeline(first)
         most = first if pipeline else share
-        taken = micro_batch or largest_micro_batch(estimate, most, limit=limit, pipeline=pipeline)
+        taken = (
+            min(micro_batch, share)
+            if micro_batch
+            else largest_micro_batch(estimate, most, limit=limit, pipeline=pipeline)
+        )
         if pipeline and not micro_batches(pipeline.schedule, pipeline.ranks, share, most=taken):
             continue
         memory = estimate(micro_batch=taken)

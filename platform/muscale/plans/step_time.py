@@ -106,7 +106,7 @@ class StepTime:
 
     Attributes:
         workers: Number of devices.
-        micro_batch: Sequences of a pass on a device.
+        micro_batch: Most sequences of a pass on a device.
         batch_tokens: Tokens of a step, over all devices.
         device: Device or its name; its peak is used.
         links: Links of the device; None: from `LINKS`.
@@ -316,10 +316,10 @@ class StepTime:
             return self._pipeline.micro_batches(self.micro_batch)
         return math.ceil(self._share / self.micro_batch)
 
-    @cached_property
-    def _sequences(self) -> int:
-        """Sequences of a pass; those of a pipeline are all equal."""
-        return self._share // self._passes if self._pipeline else self.micro_batch
+    @property
+    def _sequences(self) -> float:
+        """Sequences of a pass (mean): the last has fewer if the micro-batch does not divide the share."""
+        return self._share / self._passes
 
     @cached_property
     def _tokens(self) -> float:

@@ -64,6 +64,12 @@ def test_products_take_their_flops_at_the_share_of_the_peak_that_they_reach() ->
     attention = 12 * 32 * 8192 * 4096 / 2 * 7 / 6
     assert one.total == pytest.approx(tokens * (exact + attention) / 989.5e12)
     assert (one.tensor, one.exposed, one.communication) == (0, 0, 0)
+    for micro_batch in (
+        3,
+        512,
+        1000,
+    ):  # of 512 sequences: a smaller last pass, one pass, and no more sequences than there are
+        assert step(workers=1, links=endless, micro_batch=micro_batch).total == pytest.approx(one.total)
     documents = step(workers=1, links=endless, attended=1024.0)  # an eighth of the context
     assert documents.total == pytest.approx(tokens * (exact + attention / 8) / 989.5e12)
     window = step(replace(LLAMA_8B, attention_window=1024, global_attention_every=4), workers=1, links=endless)

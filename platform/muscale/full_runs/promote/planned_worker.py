@@ -80,13 +80,13 @@ class PlannedWorker:
 
     @cached_property
     def micro_batch(self) -> int:
-        """Sequences per pass: the setting, or on a GPU the largest part of the worker's share that fits, or the share.
+        """Sequences per pass: the setting or the share if that is less, or on a GPU the largest part of the share that fits.
 
         If shares differ by one sequence, the larger one counts. A pipeline's share is cut into several passes for each of its workers.
         """
         settings, h = self.config.promote, self.plan.hyperparameters
         if settings.micro_batch:
-            return settings.micro_batch
+            return min(settings.micro_batch, self._share(h.batch_tokens))
         first = self._share(h.batch_tokens >> h.batch_doublings)
         pipeline = settings.parallelism.pipeline(first, doublings=h.batch_doublings)
         with suppress(ValueError):  # a model that can't be traced, or a layout that is not possible
@@ -106,8 +106,8 @@ class PlannedWorker:
         """Sequences per pass of an evaluation."""
         from proxy_models.training.device import EVALUATION_BATCH
 
-        gpu = self.config.resources.gpus_per_worker
-        return min(self.micro_batch, EVALUATION_BATCH) if gpu else EVALUATION_BATCH
+        most = self.config.promote.micro_batch or self.micro_batch
+        return min(most, EVALUATION_BATCH) if self.config.resources.gpus_per_worker else EVALUATION_BATCH
 
     @property
     def least_memory(self) -> int:

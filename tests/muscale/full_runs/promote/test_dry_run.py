@@ -97,6 +97,8 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
     assert not found.passed
     expected = training_memory(as_decoder(found.plan.model), micro_batch=2, sharding="full", world_size=4)
     assert found.memory == expected
+    capped = look("promote.workers=4", "promote.micro_batch=64")
+    assert (capped.launch.micro_batch, capped.memory) == (2, expected), "a pass has at most the worker's share"
     launch = found.launch
     assert (launch.workers, launch.micro_batch, launch.resumed_from) == (4, 2, 0)
     assert launch.n_steps == found.plan.n_tokens // 256
