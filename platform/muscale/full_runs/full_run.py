@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from muscale.errors import StageError
 from muscale.plans.cadence import Cadence
 from muscale.settings.config import StudyConfig
 from muscale.settings.parallelism import COMPILED_EXPERTS, SOAP_IN_PIPELINES, Parallelism
@@ -111,6 +112,11 @@ class FullRun:
             yield from self.parallelism.unfit(
                 world_size, sequences=sequences, doublings=doublings, micro_batch=self.micro_batch
             )
+
+    def require_ranks(self, sizes: Sequence[int]) -> None:
+        """Refuse numbers of ranks of which none fits; raise StageError with the reasons against the last."""
+        if all(reasons := [list(self.unfit(size)) for size in sizes]):
+            raise StageError(f"promote.workers: {'; '.join(reasons[-1])}")
 
     @classmethod
     def of(

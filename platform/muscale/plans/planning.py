@@ -101,12 +101,13 @@ class Planner:
     @cached_property
     def batch(self) -> BatchChoice | None:
         """The run's batch, None if it is the proxies' and no law has a batch to compare."""
+        explicit = self.config.plan.explicit
         return choose_batch(
             self.best,
             self.batches,
             self.decision.n_tokens,
-            self.config.plan.explicit,
-            sequence_tokens=self.config.model.context_length,
+            explicit,
+            sequence_tokens=explicit.get("context_length", self.config.model.context_length),
             ranks=self.config.promote.workers,
         )
 

@@ -104,7 +104,7 @@ def _trainer_errors(config: StudyTables) -> Iterator[str]:
 
 def _batch_errors(config: StudyTables) -> Iterator[str]:
     """Reasons against the study's batch, or against batches that its sweep searches."""
-    h, context, promote = config.hyperparameters, config.model.context_length, config.promote
+    h, context = config.hyperparameters, config.model.context_length
     batches = [("hyperparameters.batch_tokens", h.batch_tokens)]
     if searched := config.sweep.space.get("batch_tokens"):
         key = "sweep.space.batch_tokens"
@@ -120,16 +120,6 @@ def _batch_errors(config: StudyTables) -> Iterator[str]:
         first = batch >> h.batch_doublings
         if first % context:
             yield f"{key}: must be a multiple of model.context_length = {context}, got {first}"
-            continue
-        if promote.open_layout:
-            continue
-        reasons = promote.parallelism.unfit(
-            promote.workers,
-            sequences=first // context,
-            doublings=h.batch_doublings,
-            micro_batch=promote.micro_batch,
-        )
-        yield from (f"promote.workers: {reason}" for reason in reasons)
 
 
 def _promote_errors(config: StudyTables) -> Iterator[str]:
@@ -329,6 +319,15 @@ def _declared_errors(config: StudyTables) -> Iterator[str]:
     for batch in (explicit["batch_tokens"],) if "batch_tokens" in explicit else config.batches:
         if stated and (first := batch >> doublings) % context:
             yield f"plan.explicit.{stated[0]}: batches must be multiples of the context, got {first} and {context}"
+    promote = config.promote
+    if "batch_tokens" in explicit and not promote.open_layout:  # otherwise a law may choose it, and the gate compares
+        reasons = promote.parallelism.unfit(
+            promote.workers,
+            sequences=(explicit["batch_tokens"] >> doublings) // context,
+            doublings=doublings,
+            micro_batch=promote.micro_batch,
+        )
+        yield from (f"promote.workers: {reason}" for reason in reasons)
 
 
 def _rank_errors(config: StudyTables) -> Iterator[str]:
@@ -349,18 +348,11 @@ def _rank_errors(config: StudyTables) -> Iterator[str]:
 
 def _elastic_errors(config: StudyTables) -> Iterator[str]:
     """Reasons why a full run could not continue on promote.workers_min workers."""
-    promote, h = config.promote, config.hyperparameters
+    promote = config.promote
     least = promote.workers_min
     if least is None or least == promote.workers or promote.open_layout:
         return
-    in_pipelines = promote.parallelism.pipeline_parallel > 1  # which need equal shares
-    reasons = promote.parallelism.unfit(
-        least,
-        sequences=(h.batch_tokens >> h.batch_doublings) // config.model.context_length if in_pipelines else None,
-        doublings=h.batch_doublings,
-        micro_batch=promote.micro_batch,
-    )
-    yield from (f"promote.workers_min: {reason}" for reason in reasons)
+    yield from (f"promote.workers_min: {reason}" for reason in promote.parallelism.unfit(least))
     if promote.sharding == "hybrid" and promote.shard_ranks is None:
         yield (
             f'promote.workers_min: with promote.sharding = "hybrid" it needs promote.shard_ranks, because a node may '

@@ -88,6 +88,16 @@ def test_a_budget_that_pays_for_no_batch_is_refused(planned: MakePlan) -> None:
     assert "2.5e+10" in str(refused.value)
 
 
+def test_a_batch_by_law_is_whole_sequences_of_the_full_run_s_context(
+    read: Callable[..., StudyConfig], law: ScalingFit, horizon: HorizonLaw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("muscale.plans.batch.published_batch", lambda _n_tokens: 64.0)
+    config = read("plan.explicit.context_length=128", "promote.workers=1")
+    batch = Planner(config, config.hyperparameters, horizon, law).batch
+    assert batch is not None
+    assert (batch.tokens, batch.best_tokens) == (128, 64.0)
+
+
 def test_no_line_of_a_plan_is_longer_than_a_terminal(planned: MakePlan) -> None:
     text = str(planned("plan.compute_flops=1e13", 'plan.accelerator="H100 SXM"'))
     assert max(map(len, text.splitlines())) <= WIDTH

@@ -63,7 +63,6 @@ sweep.space.batch_tokens={{{CHOICE}=[256.0, 512.0]}} => sweep.space.batch_tokens
 sweep.space.batch_tokens={{distribution="integer", low=256, high=1024}} => sweep.space.batch_tokens | ordinal
 sweep.space.batch_tokens={{distribution="ordinal", values=[256, 384]}} => sweep.space.batch_tokens | 384 | got 256
 sweep.space.batch_tokens={{distribution="ordinal", values=[48, 96]}} => sweep.space.batch_tokens | 32 | got 48
-sweep.space.batch_tokens={{distribution="ordinal", values=[32, 256]}} ;; promote.workers=2 => promote.workers | got 1
 ladder.stage_branches=2 => ladder.stage_branches | got 2
 ladder.stage_branches=2 ;; corpus.sources={{a={{path="text"}}, b={{path="text"}}}} ;; \
 corpus.stages=[{{weights={{a=1, b=0}}, until_fraction=0.4}}, {{weights={{a=0, b=1}}}}] => ladder.stage_branches | 0.5 | 0.4
@@ -132,8 +131,8 @@ plan.accelerator="H100 SXM" ;; plan.dollars=5 => plan | exactly one of | dollars
 plan.n_devices=4 => plan | n_devices | plan.accelerator
 plan.mfu=0.4 => plan | mfu | plan.accelerator
 plan.accelerator=H100 => plan | 'H100' | did you mean H100 SXM
-promote.workers=9 => promote.workers | 9 ranks | got 8
-promote.workers=18 ;; promote.tensor_parallel=2 => promote.workers | 18 ranks | got 8
+plan.explicit.batch_tokens=256 ;; promote.workers=9 => promote.workers | 9 ranks | got 8
+plan.explicit.batch_tokens=256 ;; promote.workers=18 ;; promote.tensor_parallel=2 => promote.workers | 18 ranks | got 8
 promote.workers=8 ;; promote.tensor_parallel=2 ;; promote.workers_min=3 => promote.workers_min | 3 ranks | got 2
 promote.workers=8 ;; promote.sharding=hybrid ;; promote.workers_min=4 => promote.workers_min | shard_ranks | got 4
 promote.workers=8 ;; promote.sharding=hybrid ;; promote.shard_ranks=4 ;; promote.workers_min=2 => \

@@ -352,6 +352,4 @@ def _require_trainable(planned: Amendment, config: StudyConfig) -> None:
         run = planned.full_run(config, manifest_hash="")
     except ValueError as error:
         raise StageError(str(error)) from error
-    sizes = config.promote.sizes
-    if (reasons := [list(run.unfit(size)) for size in sizes]) and all(reasons):
-        raise StageError(f"promote.workers: {'; '.join(reasons[-1])}")
+    run.require_ranks(config.promote.sizes)

@@ -73,6 +73,7 @@ def launch(
     directory = run.directory
     result = directory / RESULT
     if not result.exists():
+        run.require_ranks(settings.sizes)
         _require_stages(run)
         directory.mkdir(parents=True, exist_ok=True)
         for previous in (FAILURE, NOTICE, OBEYED):
@@ -170,9 +171,7 @@ def _workers(settings: PromoteSettings, run: FullRun, each: Mapping[str, float])
     Ray would choose any number in the range. If only some numbers are valid, the largest that fits is chosen here at each start; a
     run on fewer workers then grows only at its next start.
     """
-    sizes = settings.sizes
-    if settings.parallelism.pipeline_parallel > 1:  # shares must be equal
-        sizes = tuple(size for size in sizes if not any(run.unfit(size)))
+    sizes = tuple(size for size in settings.sizes if not any(run.unfit(size)))
     if len(sizes) == 1:
         return sizes[0]
     if sizes == tuple(range(sizes[0], sizes[-1] + 1)) and settings.parallelism.sharding != "hybrid":

@@ -57,8 +57,8 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
     with process_group(device, timeout=start_timeout, records=run.directory / COLLECTIVES):
         if result := broadcast_from_rank0(lambda: finished(run.directory)):
             return result
-        if run.parallelism.pipeline_parallel > 1 and (reasons := list(run.unfit(dist.get_world_size()))):
-            raise StageError(f"promote: {'; '.join(reasons)}")
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        run.require_ranks([world_size])
         run.directory.mkdir(parents=True, exist_ok=True)
         broadcast_from_rank0(lambda: RunDescription.of(run).write(run.directory))
         attempt = broadcast_from_rank0(lambda: Attempt.new(run.directory))
@@ -69,7 +69,6 @@ def train(run: FullRun, *, device: torch.device | None = None) -> dict[str, Any]
             before_write=attempt.require_last,
         )
         start, resume = checkpoints.latest() or _origin(run)
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
         compiled = decide(run.compile, run.n_tokens - start, device.type)
         machine = environment(device, world_size=world_size, compiled=compiled)
         spent, incidents = broadcast_from_rank0(

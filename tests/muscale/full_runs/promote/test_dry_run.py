@@ -155,6 +155,11 @@ def test_a_gpu_that_nobody_named_is_unknown_and_a_named_one_is_held_to_its_memor
     assert seen == ("passed" if torch.cuda.is_available() else "unknown")
 
 
+def test_the_workers_share_the_batch_of_the_full_run_not_that_of_its_proxies(look: Look) -> None:
+    assert statuses(look("promote.workers=9"))["layout"] == "failed"  # eight sequences
+    assert statuses(look("promote.workers=9", "plan.explicit.batch_tokens=512"))["layout"] == "passed"
+
+
 def test_the_layout_over_the_workers_counts_in_memory_and_launch(look: Look) -> None:
     found = look("promote.workers=4", "promote.tensor_parallel=2", 'promote.sharding="zero2"', "promote.micro_batch=2")
     assert statuses(found)["layout"] == "passed"
