@@ -133,6 +133,19 @@ def test_a_bug_is_reported_as_one_and_its_traceback_is_logged(capsys: pytest.Cap
     assert "please report it" in done.err
 
 
+def test_an_error_that_an_interruption_led_to_is_no_bug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(_tokens: object) -> int:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise ConnectionError("the head is gone")
+
+    monkeypatch.setattr(entry, "app", leave)
+    assert muscale(capsys, "check", "study.toml").code == 130
+
+
 @pytest.mark.usefixtures("faulty")
 def test_in_a_terminal_the_trace_of_a_fault_goes_into_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -66,8 +66,8 @@ def run_with_tune(
         require_room("resources", resources.ranks_per_trial, resources.worker)
         note_taken("resources", resources.ranks_per_trial, resources.worker)
         _fit(work, steps, ledger, resources, callbacks, trainable)
-    if work.interrupted:
-        raise KeyboardInterrupt
+        if work.interrupted:
+            raise KeyboardInterrupt  # here, so that an error in leaving the cluster is known to follow it
     if work.refusal:
         raise StageError(f"{work.stage}: {work.refusal}")
     if work.failure:

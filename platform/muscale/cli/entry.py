@@ -55,9 +55,7 @@ def run(tokens: Sequence[str]) -> int:
     try:
         return int(app(left) or 0)
     except KeyboardInterrupt:
-        _say("interrupted; run the same command again to resume", debug=debug)
-        _end_wandb()
-        return 130
+        return _interrupted(debug=debug)
     except BrokenPipeError as error:
         if _is_unread():
             return _unread()
@@ -69,7 +67,22 @@ def run(tokens: Sequence[str]) -> int:
         if message := _user_message(error):
             _say(f"error: {message}", debug=debug)
             return 2
+        if _follows_interruption(error):
+            return _interrupted(debug=debug)
         return _fault(error, tokens, debug=debug)
+
+
+def _interrupted(*, debug: bool) -> int:
+    _say("interrupted; run the same command again to resume", debug=debug)
+    _end_wandb()
+    return 130
+
+
+def _follows_interruption(error: BaseException | None) -> bool:
+    """Return whether an interruption led to the error: a library translated it, or failed to clean up behind it."""
+    while error and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _end_wandb() -> None:
