@@ -33,6 +33,11 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
+def counted(number: int, thing: str) -> str:
+    """Format a number of things: 1 worker, 12 workers."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
 def format_path(path: Path) -> str:
     """The path as given, or relative to the current directory if that is a folder above it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from muscale.formatting import format_duration
+from muscale.formatting import counted, format_duration
 from muscale.pages.sections import count
 from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus
@@ -131,7 +131,7 @@ def _of_promotion(contents: ReportContents) -> list[Tile]:
     if promotion is None or "seconds" not in promotion:
         return []
     workers = promotion["world_size"]
-    note = f"wall time on {workers} workers" if workers else "as reported by the user"
+    note = f"wall time on {counted(workers, 'worker')}" if workers else "as reported by the user"
     return [Tile(label="trained in", value=format_duration(promotion["seconds"]), note=note)]
 
 

@@ -19,7 +19,7 @@ SAVE_SHARE = 0.01
 MAX_MINUTES = 60.0
 """Longest default interval; preemptions and job time limits come more often than device faults (assumed)."""
 MIN_CHECKPOINTS, MIN_EVALUATIONS, MAX_EVALUATIONS = 20, 20, 100
-"""Default counts over a run: a short run is saved and evaluated at least 20 times, and no band needs more than 100 points."""
+"""Default counts over a run: a short run is saved 20 times and evaluated up to 20 times, and no band needs more than 100 points."""
 EVALUATION_SHARE, MOST_EVALUATION_SHARE = 0.02, 0.1
 """Default shares of a run's FLOPs for evaluations: the first if it allows `MIN_EVALUATIONS`, the second in a shorter run."""
 _TRAINING_PER_FORWARD = 3  # FLOPs of a training step per FLOP of its forward pass
@@ -51,7 +51,7 @@ class Cadence:
         """Return the intervals of [promote]; intervals that it leaves open depend on the run.
 
         Checkpoints are then Young's interval apart, √(2 · save time · time between faults) (CACM 17(9), 1974), and evaluations
-        take at most 2 % of the FLOPs; a run too short for either is saved and evaluated 20 times.
+        take at most 2 % of the FLOPs. A run too short for that is saved 20 times, and evaluated as often if that takes at most 10 %.
         """
         from proxy_models.training.traced_memory import checkpoint_bytes  # imports torch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from muscale.formatting import counted
 from muscale.plans.cadence import Cadence
 from muscale.plans.gate import GateLine
 from muscale.plans.layouts import Layout
@@ -32,6 +33,7 @@ def memory_line(
     workers_on_it: int = 1,
     at_least: int = 0,
     untraced: str = "",
+    sharding: str = "full",
 ) -> GateLine:
     """Whether the estimate fits; without an estimate, whether at least weights, gradients and moments do.
 
@@ -40,13 +42,14 @@ def memory_line(
         memory_bytes: Memory of the device; None if unknown.
         at_least: Bytes of one worker's weights, gradients and moments.
         untraced: Reason why there is no estimate.
+        sharding: Setting of [promote].
     """
     if estimate is None:
         state = at_least * workers_on_it
         compared = f"weights, gradients and moments take {state / 2**30:.3g} GiB on {device}"
         if memory_bytes is not None and state > MEMORY_SHARE * memory_bytes:
             compared += f"; of its {memory_bytes / 2**30:.4g} GiB {MEMORY_SHARE:.0%} may be filled"
-            advice = "use more workers to shard the state over, or devices with more memory"
+            advice = f"use {_smaller_state(sharding)}, or devices with more memory"
             return GateLine(name="memory", status="failed", compared=compared, advice=advice)
         advice = "try it with `muscale promote --smoke-test`"
         return GateLine(name="memory", status="unknown", compared=f"{compared}; {untraced}", advice=advice)
@@ -67,32 +70,46 @@ def memory_line(
         key=lambda part: getattr(estimate, part),
     )
     remedy = {
-        "activations": "a smaller micro-batch or activation checkpointing",
-        "gathered": "devices with more memory",
-        "reduced": "devices with more memory",
-    }.get(largest, "more workers to shard the state over")
+        "activations": "a smaller micro-batch or activation checkpointing, or ",
+        "gathered": 'promote.sharding = "full", or ' if sharding in ("none", "zero2") else "",
+        "reduced": "",
+    }.get(largest, f"{_smaller_state(sharding)}, or ")
     size = getattr(estimate, largest) / 2**30
-    advice = f"most of it are {largest}, {size:.3g} GiB: take {remedy}, or devices with more memory"
+    advice = f"the largest part is {largest}, {size:.3g} GiB: take {remedy}devices with more memory"
     return GateLine.judged("memory", needed <= MEMORY_SHARE * memory_bytes, compared, advice)
 
 
+def _smaller_state(sharding: str) -> str:
+    """Return what makes a worker's state smaller: more workers do only if all of them share it."""
+    return "more workers to shard the state over" if sharding in ("zero2", "full") else 'promote.sharding = "full"'
+
+
 def evaluation_line(
-    peak: float | None, *, sequences: int, memory_bytes: float | None, device: str, workers_on_it: int = 1
+    peak: float | None,
+    *,
+    sequences: int,
+    memory_bytes: float | None,
+    device: str,
+    workers_on_it: int = 1,
+    sharding: str = "full",
 ) -> GateLine:
     """Whether an evaluation fits into memory next to the training state.
 
     Args:
         peak: Estimated bytes of one worker; None without an estimate.
         memory_bytes: Memory of the device; None if unknown.
+        sharding: Setting of [promote].
     """
     if peak is None:
         return GateLine(name="evaluation", status="unknown", compared="no estimate of the training")
     peak *= workers_on_it
-    text = f"{peak / 2**30:.3g} GiB estimated for passes of {sequences} sequences"
+    text = f"{peak / 2**30:.3g} GiB estimated for passes of {counted(sequences, 'sequence')}"
     if memory_bytes is None:
         return GateLine(name="evaluation", status="unknown", compared=f"{text}, {device} of unknown memory")
     compared = f"{text}, {memory_bytes / 2**30:.4g} GiB on {device}"
-    advice = "a smaller promote.micro_batch bounds the evaluation's passes too, or more workers to shard the state over"
+    advice = (
+        f"take a smaller promote.micro_batch, which bounds the evaluation's passes too, or {_smaller_state(sharding)}"
+    )
     return GateLine.judged("evaluation", peak <= MEMORY_SHARE * memory_bytes, compared, advice)
 
 
@@ -163,7 +180,7 @@ def layout_line(
     least, more = divmod(sequences, shares)
     together = group * stages
     groups = "" if together == 1 else f"group{'s' if shares > 1 else ''} of {together} "
-    text = f"{sequences} sequences over {shares} {groups}workers{in_stages}"
+    text = f"{counted(sequences, 'sequence')} over {shares} {groups}worker{'s' * (shares * together > 1)}{in_stages}"
     parts = [f"{size} {what}" for what, size in shared.items()] if tensor > 1 else []
     if more:
         waits = 1 - sequences / (shares * (least + 1))

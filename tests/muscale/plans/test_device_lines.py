@@ -26,13 +26,18 @@ def test_the_estimate_must_fit_the_devices() -> None:
     full = memory_line(ESTIMATE, memory_bytes=limit * 0.99, device="H200")
     assert full.status == "failed"
     assert "on H200" in full.compared
-    assert "most of it are activations" in full.advice
     assert "smaller micro-batch" in full.advice
     shared = memory_line(ESTIMATE, memory_bytes=limit * 1.01, device="this machine", workers_on_it=2)
     assert shared.status == "failed"
     assert "for 2 workers" in shared.compared
     state = training_memory(ModelConfig(d_model=512, n_layers=8, context_length=16), micro_batch=1)
-    assert "more workers to shard" in memory_line(state, memory_bytes=1e6, device="H200").advice
+    for sharding, remedy in (("full", "more workers"), ("none", "promote.sharding"), ("hybrid", "promote.sharding")):
+        lines = (
+            memory_line(state, memory_bytes=1e6, device="H200", sharding=sharding),
+            memory_line(None, memory_bytes=1e6, device="H200", at_least=1 << 30, sharding=sharding),
+            evaluation_line(1e9, sequences=1, memory_bytes=1e6, device="H200", sharding=sharding),
+        )
+        assert all(remedy in line.advice for line in lines)
     unknown = memory_line(ESTIMATE, memory_bytes=None, device="a GPU")
     assert unknown.status == "unknown"
     assert "--smoke-test" in unknown.advice

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from muscale import json_lines
 from muscale.errors import StageError
+from muscale.formatting import counted
 from muscale.full_runs.amend.amendment import Amendment, format_lineage
 from muscale.full_runs.amend.control import Control, compare, control_run, train_control
 from muscale.full_runs.amend.parent import LineageSegment, parent_hash
@@ -115,7 +116,7 @@ class Amended(Recorded):
     def __str__(self) -> str:
         lines = [
             f"{'amended' if self.reason else 'continued'} run {self.name} {self.key}: {self.n_tokens:,} tokens after "
-            f"{self.tokens_before:,}, on {self.world_size} workers",
+            f"{self.tokens_before:,}, on {counted(self.world_size, 'worker')}",
             *([f"  because {self.reason}"] if self.reason else []),
             *(f"  {key} = {value}" for key, value in self.changes.items()),
             *format_lineage(self.lineage),

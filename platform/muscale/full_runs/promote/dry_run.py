@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from muscale.actors.corpus_hashes import changed_files
+from muscale.formatting import counted
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
 from muscale.full_runs.promote.planned_worker import PlannedWorker
 from muscale.layout import FULL_RUNS
@@ -106,15 +107,15 @@ class Launch:
         )
 
     def __str__(self) -> str:
-        parts = f"{self.cpus_per_worker:g} CPUs" + (
+        parts = f"{self.cpus_per_worker:g} CPU{'s' * (self.cpus_per_worker != 1)}" + (
             f" and {self.gpus_per_worker:g} GPU" if self.gpus_per_worker else ""
         )
         begins = f"resumes after {self.resumed_from:,} tokens" if self.resumed_from else "begins"
         if self.resumed_from >= self.n_tokens:
             begins = "trained to its end"
         return (
-            f"launch: {self.workers} workers with {parts} each on {self.device}, sharding {self.sharding}, "
-            f"{self.micro_batch} sequences a pass\n"
+            f"launch: {counted(self.workers, 'worker')} with {parts} each on {self.device}, sharding {self.sharding}, "
+            f"{counted(self.micro_batch, 'sequence')} a pass\n"
             f"  {self.n_steps:,} steps to {self.n_tokens:,} tokens, {begins}; checkpoints of "
             f"{self.checkpoint_bytes / 2**30:.3g} GiB in {self.directory}\n"
             f"  {self.cadence}" + (f"\n  fastest predicted layout: {self.proposed}" if self.proposed else "")
@@ -258,6 +259,7 @@ def _memory(worker: PlannedWorker) -> tuple[MemoryEstimate | None, tuple[GateLin
         "memory_bytes": device.memory_bytes,
         "device": device.name,
         "workers_on_it": device.workers_on_it,
+        "sharding": worker.config.promote.sharding,
     }
     evaluation = worker.evaluation_memory(memory) if memory else None
     return memory, (

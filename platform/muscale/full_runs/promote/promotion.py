@@ -10,6 +10,7 @@ from typing import Any
 
 from muscale.actors.jobs import Job
 from muscale.errors import StageError
+from muscale.formatting import counted
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.launch import launch
 from muscale.full_runs.records.events import Event, run_events
@@ -94,7 +95,7 @@ class Promotion(Recorded):
         return self.low <= self.loss <= self.high
 
     def __str__(self) -> str:
-        where = "elsewhere, as reported by the user" if self.asserted else f"on {self.world_size} workers"
+        where = "elsewhere, as reported by the user" if self.asserted else f"on {counted(self.world_size, 'worker')}"
         place = "inside" if self.inside else "OUTSIDE"
         lines = [
             f"promotion: forecast {self.forecast:.4f} {self.loss_unit}, {self.level:.0%} interval "

@@ -108,7 +108,7 @@ def test_it_shows_the_gate_the_memory_of_a_worker_and_what_would_be_launched(loo
         "gate CLOSED",
         "for 3 checkpoints",
         "every 20,480 tokens",
-        "launch: 4 workers with 1 CPUs each on this machine",
+        "launch: 4 workers with 1 CPU each on this machine",
     ):
         assert text in str(found)
 
@@ -146,7 +146,7 @@ def test_a_gpu_that_nobody_named_is_unknown_and_a_named_one_is_held_to_its_memor
     found = statuses(named)
     assert found["memory"] == found["evaluation"] == found["attention"] == found["communication"] == "passed"
     assert "fastest predicted layout: sharding = " in str(named.launch)
-    assert "with 1 CPUs and 1 GPU each on H200" in str(named.launch)
+    assert "with 1 CPU and 1 GPU each on H200" in str(named.launch)
     shared = look("resources.gpus_per_worker=1.0", 'plan.accelerator="H200"', "promote.context_parallel=2")
     assert next(line for line in shared.gate.lines if line.name == "attention").compared.startswith("the flex kernel")
     assert "communication" not in statuses(look()), "between processes on a CPU nothing is predicted"
