@@ -253,7 +253,10 @@ def _by_law_of_schedules(
     before, total = parent.tokens_before - parent.tokens, parent.tokens_before + amendment.n_tokens
     longer = None if total == before + parent.segments[-1].end else total
     group: dict[str, Any] = {"n_params": float(plan.n_params), "length": float(plan.n_tokens), "level": level}
-    unchanged = amended(parent.segments, parent.tokens, {}, n_tokens=longer, before=before)
+    try:
+        unchanged = amended(parent.segments, parent.tokens, {}, n_tokens=longer, before=before)
+    except ValueError as error:  # its advice is for the parent's settings, not for those of this amendment
+        raise ScalingError(f"the parent's has no form of {total:,} tokens from there to compare it with") from error
     ours, theirs = (
         schedules.path(so_far.curve, ahead, parent.tokens_before, length=plan.n_tokens)
         for ahead in (amendment.segments, unchanged)

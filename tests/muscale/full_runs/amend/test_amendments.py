@@ -398,6 +398,16 @@ def test_a_longer_run_from_a_fallen_rate_is_not_covered(case: Case) -> None:
     assert found.widening > 0
 
 
+def test_what_the_parent_would_need_for_a_longer_run_is_not_asked_of_the_amendment(case: Case) -> None:
+    changes = {"n_tokens": 2 * STEPS * BATCH, "hyperparameters__rewarm_tokens": BATCH}
+    end = case.amended(parent__run=case.plan.key, parent__tokens=STEPS * BATCH, **changes)
+    schedules: Any = object()  # the parent's schedule has ended, so no law is asked
+    found = second_forecast(end, planted_fit(), case.ledger, level=0.9, schedules=lambda: schedules)
+    assert isinstance(found, SecondForecast)
+    assert [reason for reason in found.reasons if reason.startswith("the schedule: ")]
+    assert not [reason for reason in found.reasons if "rewarm_tokens" in reason]
+
+
 def test_training_losses_stand_in_for_held_out_ones_that_were_not_measured(case: Case) -> None:
     amendment, fit = of_lineage(case, {}, hyperparameters__clip_norm=0.5)
     rows = [{"tokens": step * BATCH, "train_loss": 9.0 - step} for step in range(1, STEPS)]
