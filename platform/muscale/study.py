@@ -718,15 +718,20 @@ class Study(Result):
         """Return a dry run of `promote` with the gate's state; train nothing and register no forecast.
 
         Raises:
-            StageError: If the ladder is not complete.
+            StageError: If the ladder is not complete, or with a stated plan the transfer check, which the gate needs.
         """
         reader = Study(self.contents, self._display)
         reader._stages = Stages(self.contents, lambda: self.corpus)
-        reader._stages.known = findings(self.contents, self._stages.known)
-        if reader._stages.known.fit is None:
+        reader._stages.known = known = findings(self.contents, self._stages.known)
+        if (known.transfer if plan else known.fit) is None:
             if self.contents.corpus is None and self.ledger.is_begun:
                 raise StageError(f"promote: {self.directory / CORPUS} is missing; run `muscale plan` to write it again")
-            raise StageError("promote: a plan needs its ladder; run `muscale plan` first")
+            needed = (
+                "the gate needs the transfer check; run `muscale transfer`"
+                if plan
+                else "a plan needs its ladder; run `muscale plan`"
+            )
+            raise StageError(f"promote: {needed} first")
         plan, config = reader._to_promote(plan, register=False)
         return reader._dry_run(plan, config, self._known_check())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muscale import Study
+from muscale import StageError, Study
 from muscale.findings import Findings
 from muscale.proxies import transfer
 from muscale.search.sweep_result import SweepResult
@@ -74,6 +74,21 @@ def test_the_printed_command_runs_as_it_stands_and_its_verdict_is_the_gate_s(mak
     assert again.transfer().verdict == "not enough evidence", "the plan's law stays that of its own grids"
     assert again._gate_verdict.verdict == settled.verdict
     assert "transfer" not in again._dry_run(plan, again.config, None).gate.failed
+
+
+def test_a_registered_plan_is_tried_without_the_ladder_of_a_changed_study_file_but_not_without_grids(
+    make_study: MakeStudy,
+) -> None:
+    path = make_study()
+    sweep = swept(path)
+    study = opened(path, sweep)
+    finished(study, sweep)
+    plan = registered_plan(path, study.ledger)
+    assert study.dry_run(plan).plan.key == plan.key
+    with pytest.raises(StageError):
+        study.dry_run()
+    with pytest.raises(StageError, match="muscale transfer"):
+        opened(path, sweep, "transfer.seeds=[5]").dry_run(plan)
 
 
 def test_the_plan_s_rate_follows_the_law_of_experts_that_the_gate_reads(make_study: MakeStudy) -> None:
