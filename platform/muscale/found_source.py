@@ -53,7 +53,7 @@ def found_source(path: Path) -> tuple[Source, list[Path]]:
             source = Source(path=str(path), kind=kind, vocab_size=_n_ids(path, files))
     except CorpusError as error:
         raise StageError(f"--source: {error}") from error
-    if not sum(file.stat().st_size for file in files):
+    if not any(source.sizes().values()):
         raise StageError(f"--source: {path}: the corpus is empty, no file in it holds a byte")
     if odd := [file for file in _described(path) if file not in files and not _is_index(file)]:
         raise StageError(
@@ -139,7 +139,7 @@ def _require_no_records(files: Sequence[Path]) -> None:
     data = [file for file in files if _begins_as_json(file)]
     if 2 * sum(file.stat().st_size for file in data) > sum(file.stat().st_size for file in files):
         raise StageError(
-            f"--source: {data[0]}: holds records, not text, as do {len(data)} files; give JSON lines the suffix .jsonl"
+            f"--source: {data[0]}: holds records, not text ({len(data)} of {len(files)} files do); give JSON lines the suffix .jsonl"
         )
 
 

@@ -208,7 +208,7 @@ def _measured(path: Path, place: str, source: Source, files: list[Path], text: s
     from proxy_models.data.sources import decompressor
 
     root = Path(source.path) if Path(source.path).is_dir() else files[0].parent
-    n_bytes = sum(file.stat().st_size for file in files)
+    n_bytes = sum(source.sizes().values())
     config = StudyConfig.from_dict(tomllib.loads(text), where=str(path))
     corpus = config.corpus
     known = source.kind == "text" and not any(decompressor(file) or encoding_of(file, None) != UTF8 for file in files)

@@ -49,21 +49,25 @@ def open_content(path: Path, encoding: str = UTF8) -> Content:
     """Open a file for reading as UTF-8.
 
     Raises:
-        CorpusError: If the file is compressed by a program that is not supported.
+        CorpusError: If the file can't be opened, or is compressed by a program that is not supported. Reading raises it, too, if
+            the compressed bytes are damaged or the encoding is another.
     """
-    tool = decompressor(path)
-    if tool and tool not in _CODECS:
-        raise CorpusError(f"{path}: is compressed; decompress it, as with `{tool}`")
-    if not tool and encoding == UTF8:
-        return Content(io.FileIO(path))
-    return Content(_Converted(path, _CODECS.get(tool, ""), encoding))
+    try:
+        tool = decompressor(path)
+        if tool and tool not in _CODECS:
+            raise CorpusError(f"{path}: is compressed; decompress it, as with `{tool}`")
+        if not tool and encoding == UTF8:
+            return Content(io.FileIO(path))
+        return Content(_Converted(path, _CODECS.get(tool, ""), encoding))
+    except OSError as error:
+        raise CorpusError(f"{path}: can't be read ({error.strerror or error})") from error
 
 
 def encoding_of(path: Path, stated: str | None) -> str:
     """Return the encoding of a text file: the stated one, or the one that its first bytes show.
 
     Raises:
-        CorpusError: If the encoding can't be detected.
+        CorpusError: If the file can't be read, or its encoding can't be detected.
     """
     if stated is not None and codecs.lookup(stated).name != UTF8:
         return codecs.lookup(stated).name
@@ -169,7 +173,10 @@ class _Converted(io.RawIOBase):
         return len(part)
 
     def _next(self) -> bytes:
-        block = self._stream.read(HEAD_BYTES)
+        try:
+            block = self._stream.read(HEAD_BYTES)
+        except OSError as error:
+            raise CorpusError(f"{self._path}: can't be read ({error.strerror or error})") from error
         self._ended = not block
         if self._decoder is None:
             return bytes(block)

@@ -233,6 +233,11 @@ class Source:
                 return found
         return [] if self.kind in _SUFFIXES else files
 
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file by its path below the root."""
+        root, files = self.files()
+        return {path.relative_to(root).as_posix(): status(path).st_size for path in files}
+
     def n_hidden(self) -> int:
         """Return the number of files that are left out since their name, or a folder's, begins with a dot."""
         root = at_home(self.path)
@@ -257,7 +262,7 @@ class Source:
         for path in files:
             name = path.relative_to(root).as_posix()
             try:
-                found, old = path.stat(), before.get(name)
+                found, old = status(path), before.get(name)
                 if old and (old.bytes, old.modified_ns) == (found.st_size, found.st_mtime_ns):
                     digest = old.sha256
                 else:
@@ -302,7 +307,10 @@ class Source:
 
 
 def _all_files(root: Path) -> list[Path]:
-    """Return the files of a folder and of the folders that it links to, each folder once: a copy could be trained and held out."""
+    """Return the files of a folder and of the folders that it links to, each folder once: a copy could be trained and held out.
+
+    A link that leads nowhere counts as a file, which can't be read.
+    """
     found: list[Path] = []
     own, read = Path(os.path.realpath(root)), set[str]()
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -314,8 +322,13 @@ def _all_files(root: Path) -> list[Path]:
                 folders.remove(name)
             else:
                 read.add(str(to))
-        found += (path for path in map(Path(folder).joinpath, names) if path.is_file())
+        found += (path for path in map(Path(folder).joinpath, names) if path.is_file() or not path.exists())
     return sorted(found)
+
+
+def status(path: Path) -> os.stat_result:
+    """Return the status of a file, or of a link that leads nowhere; reading such a link fails with its name."""
+    return path.stat() if path.exists() else path.lstat()
 
 
 def _library_files(root: Path) -> list[Path]:

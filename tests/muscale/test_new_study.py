@@ -113,7 +113,16 @@ def test_what_is_no_text_is_refused_and_nothing_written(tmp_path: Path) -> None:
     (mixed / "fine.txt").write_text("Süden, und noch mehr davon")
     for name in ("one.bin", "two.dat"):
         (mixed / name).write_bytes(b"\xff\0\xfe")
+    torn, linked = tmp_path / "torn.jsonl.gz", tmp_path / "linked"
+    torn.write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:-20])
+    linked.mkdir()
+    (linked / "fine.txt").write_text("text")
+    (linked / "lost.txt").symlink_to("annexed")
+    (tmp_path / "torn.txt.gz").write_bytes(gzip.compress(b"text " * 999)[:-20])
     for source, message in (
+        (torn, "--source: .*torn.jsonl.gz: can't be read"),
+        (tmp_path / "torn.txt.gz", "--source: .*torn.txt.gz: can't be read"),
+        (linked, "--source: .*lost.txt: can't be read"),
         (tmp_path / "none", "--source: .*none: no such file or folder"),
         (empty, "--source: .*empty: the corpus is empty"),
         (hollow, "--source: .*hollow: the corpus is empty"),

@@ -64,7 +64,7 @@ def near_duplicate_shares(
     """
     require_library(NearDuplicates.name)
     of_text = {name: source for name, source in sources.items() if source.kind != "tokens"}
-    sizes = {name: sum(path.stat().st_size for path in source.files()[1]) for name, source in of_text.items()}
+    sizes = {name: sum(source.sizes().values()) for name, source in of_text.items()}
     total = sum(sizes.values())
     compared = min(1.0, MOST_COMPARED / max(1, total))
     passes = ShardPasses(map, on_progress, total, 2)

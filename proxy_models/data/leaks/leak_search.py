@@ -61,7 +61,7 @@ def find_leaks(
     Raises:
         CorpusError: If a source can't be read.
     """
-    sizes = [{name: _size(source) for name, source in named.items()} for named in (held_out, training)]
+    sizes = [{name: sum(source.sizes().values()) for name, source in named.items()} for named in (held_out, training)]
     total = sum(sum(each.values()) for each in sizes)
     indexed = min(1.0, MOST_HELD_OUT / max(1.0, validation_fraction * sum(sizes[0].values())))
     done = 0
@@ -97,10 +97,6 @@ def find_leaks(
     return _report(indexes, skipped, indexed)
 
 
-def _size(source: Source) -> int:
-    return sum(path.stat().st_size for path in source.files()[1])
-
-
 def text_indexes(held_out: Iterable[Text], skipped: Counter[str]) -> list[HeldOutIndex]:
     """Index texts by words, or by bytes if they have none; counts those that are too short."""
     gathered = {measure: HeldOutTexts(measure) for measure in (WORDS, SHORT_TEXTS, BYTES)}
@@ -127,9 +123,7 @@ def search_texts(
 
 def source_texts(name: str, source: Source, fraction: float) -> Iterator[tuple[Text, int]]:
     """Yield the pieces of a source, with the bytes read."""
-    sizes = {
-        path.relative_to(root).as_posix(): path.stat().st_size for root, paths in [source.files()] for path in paths
-    }
+    sizes = source.sizes()
     before, file = 0, ""
     for piece in pieces(source, fraction):
         if piece.read_from != file:

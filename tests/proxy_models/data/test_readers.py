@@ -8,6 +8,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -422,6 +423,31 @@ def test_linked_folders_are_read_once_and_links_upwards_not_at_all(tmp_path: Pat
     (tmp_path / "elsewhere" / "around").symlink_to(tmp_path)
     files = Source(path=str(tmp_path / "text")).files()[1]
     assert sorted(path.read_text() for path in files) == ["elsewhere/deep", "text/own"]
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "tokens"])
+def test_a_link_that_leads_nowhere_stops_or_is_skipped_and_listed(kind: Kind, tmp_path: Path) -> None:
+    suffix = {"text": "txt", "tokens": "npy"}.get(kind, kind)
+    text = tmp_path / "text"
+    text.mkdir()
+    link = text / f"9.{suffix}"
+    link.symlink_to("annexed")
+    for number in range(9):
+        path = text / f"{number}.{suffix}"
+        if kind == "tokens":
+            np.save(path, np.arange(9))
+        elif kind == "parquet":
+            parquet.write_table(pa.table({"text": [f"row {row} of {number}" for row in range(9)]}), path)
+        else:
+            rows = [json.dumps({"text": f"line {line} of {number}"}) for line in range(9)]
+            path.write_text("\n".join(rows))
+    source = Source(path=str(text), kind=kind, vocab_size=9 if kind == "tokens" else None)
+    with pytest.raises(CorpusError, match="9.*can't be read"):
+        write_corpus(tmp_path / "stopped", source, validation_fraction=0.3)
+    skipping = replace(source, on_error="skip")
+    written = write_corpus(tmp_path / "corpus", skipping, validation_fraction=0.3)
+    assert [file["path"] for file in written.manifest["skipped_files"]] == [link.name]
+    assert write_corpus(tmp_path / "corpus", skipping, validation_fraction=0.3).key == written.key
 
 
 def test_a_file_name_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
