@@ -17,7 +17,8 @@ OTHER_NAMES = {
 """Names of our columns in other tables, without capitals and punctuation."""
 _NEAR = {"n_params": "param|size|weight", "n_tokens": "token|flop|compute", "loss": "loss|bpb|nll|entropy|bits_per"}
 """Patterns in the name of a column that may be meant by a missing one."""
-
+_ANOTHER_QUANTITY = re.compile("batch|decay|vocab|context|(token|flop)s?_per")
+"""Pattern of names that are never meant, such as batch_size_tokens, weight_decay and tokens_per_second."""
 
 COLUMNS = "columns"
 """Key of `DataFrame.attrs` for the names of all columns in the caller's table."""
@@ -65,7 +66,13 @@ def require_columns(rows: pd.DataFrame, columns: tuple[str, ...]) -> None:
         known = [column for column in missing if column in OTHER_NAMES]
         exact = {column: [name for name in got if plain(name) in OTHER_NAMES[column].split()] for column in known}
         near = {
-            column: exact[column] or [name for name in got if re.search(_NEAR[column], plain(name))] for column in known
+            column: exact[column]
+            or [
+                name
+                for name in got
+                if re.search(_NEAR[column], plain(name)) and not _ANOTHER_QUANTITY.search(plain(name))
+            ]
+            for column in known
         }
         meant = [f"rename {' or '.join(found)} to {column}" for column, found in near.items() if found]
         if known:

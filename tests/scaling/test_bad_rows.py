@@ -54,6 +54,16 @@ def test_a_column_that_is_there_twice_is_refused() -> None:
         fit(twice, n_params_convention="total")
 
 
+def test_a_column_of_another_quantity_is_not_suggested_for_a_missing_one() -> None:
+    table = ladder(14)
+    others = {"batch_size_tokens": 5e5, "weight_decay": 0.1, "tokens_per_second": 1e4}
+    with pytest.raises(ValueError, match="missing column n_params, n_tokens") as refused:
+        fit(table.drop(columns=["n_params", "n_tokens"]).assign(**others), n_params_convention="total")
+    assert "rename" not in str(refused.value)
+    with pytest.raises(ValueError, match="rename seen_tokens to n_tokens"):
+        fit(table.rename(columns={"n_tokens": "seen_tokens"}).assign(**others), n_params_convention="total")
+
+
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" * 100, bytes(1000)])
 def test_a_broken_parquet_file_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
