@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Self, get_type_hints
 
 import pydantic
@@ -131,7 +131,8 @@ def _require_possible(budget: Budget) -> None:
 
 def validate_explicit(explicit: Mapping[str, Any]) -> dict[str, Any]:
     """The values of [plan.explicit], converted to the types of their hyperparameters; raises ValueError naming key, rule and value."""
-    hints = get_type_hints(Hyperparameters) | OF_MODEL
+    types = get_type_hints(Hyperparameters)
+    hints = {field.name: types[field.name] for field in fields(Hyperparameters)} | OF_MODEL
     found = {}
     for name, value in explicit.items():
         if name not in hints or name == "stages":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic import BaseModel, Field, PositiveInt, PrivateAttr
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, PrivateAttr
 
 from muscale.errors import StageError
 from muscale.layout import INITIAL_WEIGHTS
@@ -57,7 +57,7 @@ class FitSettings(StrictTable):
     # predicted relative difference from the policy's loss; rows beyond it are left out; inf: no row is
     max_regret: PositiveOrInfinite = 0.0025
     n_bootstrap: PositiveInt = 1000  # refits to resampled stems, for intervals
-    seed: int = 0  # of the bootstrap
+    seed: NonNegativeInt = 0  # of the bootstrap
 
 
 class ResourceSettings(StrictTable):

@@ -118,6 +118,7 @@ variants.a.hyperparameters={{schedule="constant"}} => variants.a.hyperparameters
 tracking.tensorbord=true => tracking.tensorbord | tensorboard
 plan.explicit.warp=1.0 => plan.explicit | explicit.warp | attention_dropout | z_loss
 plan.explicit.stages=[] => plan.explicit | explicit.stages
+plan.explicit.DERIVED=1 => plan.explicit | explicit.DERIVED | allowed are attention_dropout
 plan.explicit.zero_readout=true => plan.explicit | explicit.zero_readout | got True
 plan.explicit.context_length=16 => plan.explicit.context_length | at least the proxies' | got 16
 plan.explicit.context_length=384 => plan.explicit.context_length | multiples | 384
@@ -126,6 +127,7 @@ plan.explicit.attention_window=64 => plan.explicit.attention_window | model.atte
 plan.explicit.rope_theta=-1.0 => plan.explicit | rope_theta | got -1.0
 plan.explicit.cycles=2.5 => plan.explicit | explicit.cycles | got 2.5
 plan.explicit.beta1=1.5 => plan.explicit | beta1 | got 1.5
+fit.seed=-1 => fit.seed | got -1
 plan.compute_flops=1e9 => plan.compute_flops | 1.95e+10 | got 1e+09
 plan.accelerator="H100 SXM" ;; plan.dollars=5 => plan | exactly one of | dollars = 5
 plan.n_devices=4 => plan | n_devices | plan.accelerator
