@@ -91,4 +91,4 @@ _HOMES = {
     "write_corpus": "data.corpus_writing",
 }
 
-__getattr__ = lazily("proxy_models", _HOMES)
+__getattr__, __dir__ = lazily("proxy_models", _HOMES)

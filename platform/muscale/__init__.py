@@ -84,4 +84,4 @@ _HOMES = {
     "load_bundle": "bundles.bundle",
 }
 
-__getattr__ = lazily("muscale", _HOMES)
+__getattr__, __dir__ = lazily("muscale", _HOMES)

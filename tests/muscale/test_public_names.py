@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 import muscale
+import muscale.search
+import proxy_models
 from muscale import Study
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +72,14 @@ def test_a_study_s_public_members_are_these(make_study: Callable[[], Path]) -> N
 def test_the_package_s_names_are_sorted_and_there() -> None:
     assert muscale.__all__ == sorted(muscale.__all__)
     assert all(hasattr(muscale, name) for name in muscale.__all__)
+
+
+@pytest.mark.parametrize("package", [muscale, muscale.search, proxy_models])
+def test_a_package_lists_its_names_before_they_are_imported(package: ModuleType) -> None:
+    fresh = f"import {package.__name__} as package; print(*dir(package))"
+    listed = subprocess.run([sys.executable, "-c", fresh], capture_output=True, text=True, check=True).stdout.split()
+    assert set(package.__all__) <= set(listed)
+    assert len(listed) == len(set(listed))
 
 
 def repeated(names: list[str]) -> list[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Advance", "Grid", "Known", "Observation", "OptunaSearcher", "Record", "Scheduler", "Searcher", "Start"]
 
 _PROTOCOLS = ("Advance", "Known", "Observation", "Scheduler", "Searcher", "Start")
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     "muscale.search",
     {"Grid": "searchers", "OptunaSearcher": "searchers", "Record": "record", **dict.fromkeys(_PROTOCOLS, "protocols")},
 )
