@@ -56,10 +56,14 @@ class ReadReport:
     Attributes:
         skipped: Reason for each file that can't be read and was skipped.
         encodings: Encoding of each file that is not UTF-8.
+        sampled: Characters of a sample of the text, without white space.
+        lost: Those of them that the tokenizer can't represent.
     """
 
     skipped: dict[str, str] = field(default_factory=dict)
     encodings: dict[str, str] = field(default_factory=dict)
+    sampled: int = 0
+    lost: int = 0
 
 
 class HasContent(Protocol):

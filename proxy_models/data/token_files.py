@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,6 +35,9 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 COUNTED = "counted"  # key of the numbers of tokens and bytes that count in the loss, for a source with prompts only
 STATED = "stated"  # name of the tokenizer of a source of tokens
 UNFINISHED = ".unfinished"
+_MOST_LOST = 0.01
+"""Share of characters that a tokenizer may be unable to represent before a warning (assumed)."""
+_log = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
 """Called with the bytes done and all bytes."""
 
@@ -203,6 +207,13 @@ def write_token_files(
         for path in unfinished.values():
             path.unlink(missing_ok=True)
         raise
+    if report.lost > _MOST_LOST * report.sampled:
+        _log.warning(
+            "%s: the tokenizer can't represent %.1f%% of the characters (in a sample): they become its unknown token or no token, so "
+            "losses do not cover them, and bits per byte are too low",
+            source,
+            100 * report.lost / report.sampled,
+        )
     for split, path in unfinished.items():
         path.replace(folder / f"{split}.bin")
     made_by = STATED if source.kind == "tokens" else tokenizer.key

@@ -16,6 +16,8 @@ from proxy_models.data.tokenizer import Tokenizer, Tokens
 
 BATCH_BYTES = 4 << 20  # text that is encoded at a time; the encoder holds about a hundred times as many bytes
 _BLOCK_TOKENS = 1 << 20
+_SAMPLE_BYTES, _SAMPLE_PIECES = 64 << 10, 256
+"""Size of the sample of each batch that estimates the share of text that the tokenizer can't represent."""
 _IS_SPACE = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 
 
@@ -56,11 +58,15 @@ def blocks(
     """
     if source.kind == "tokens":
         return read_files(source, lambda path, name: _token_blocks(path, name, source, validation_fraction), report)
-    return _text_blocks(pieces(source, validation_fraction, report), tokenizer)
+    return _text_blocks(pieces(source, validation_fraction, report), tokenizer, report)
 
 
-def _text_blocks(stream: Iterator[Piece], tokenizer: Tokenizer) -> Iterator[TokenBlock]:
+def _text_blocks(stream: Iterator[Piece], tokenizer: Tokenizer, report: ReadReport) -> Iterator[TokenBlock]:
     for batch in batches(stream, BATCH_BYTES):
+        chosen = batch[:: 1 + len(batch) // _SAMPLE_PIECES]
+        sample = b"\n".join(piece.content[: _SAMPLE_BYTES // len(chosen)] for piece in chosen).decode(errors="ignore")
+        report.sampled += len("".join(sample.split()))
+        report.lost += tokenizer.lost(sample)
         for piece, tokens in zip(batch, tokenizer.encode([piece.content for piece in batch]), strict=True):
             yield TokenBlock(
                 file=piece.read_from,

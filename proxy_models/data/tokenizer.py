@@ -7,10 +7,11 @@ contains, and otherwise special tokens that are spelled out in a text are encode
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,9 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Tokens) -> str:
         """Return the text of ids; each end of a document becomes a newline."""
+
+    def lost(self, text: str) -> int:
+        """Return how many characters, without white space, become the unknown token or no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,10 @@ class BytesTokenizer:
         """Return the bytes of each text."""
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
+    def lost(self, text: str) -> int:
+        """Return 0: every byte has a token."""
+        return 0
+
     def decode(self, tokens: Tokens) -> str:
         """Return the text; a truncated character becomes U+FFFD."""
         return tokens.astype(np.uint8).tobytes().replace(b"\0", b"\n").decode(errors="replace")
@@ -150,6 +158,7 @@ class FileTokenizer:
         self.name = f"{kind} {self._key(given)}"
         self.vocab_size = max(self._loaded.get_vocab().values()) + 1
         self.end_of_document: int = identifier
+        self._unknown = _unknown(json.loads(self._loaded.to_str())["model"])
 
     def _reserve_end(self) -> None:
         """Mark an added token that closes documents as special, so that no text spells it."""
@@ -173,6 +182,14 @@ class FileTokenizer:
         return "\n".join(
             self._loaded.decode(part[part != self.end_of_document].tolist()) for part in np.split(tokens, ends)
         )
+
+    def lost(self, text: str) -> int:
+        """Return how many characters, without white space, become the unknown token or no token."""
+        encoding, kept = self._loaded.encode(text, add_special_tokens=False), np.zeros(len(text), dtype=np.bool_)
+        for identifier, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if identifier != self._unknown:
+                kept[start:end] = True
+        return sum(not text[position].isspace() for position in np.flatnonzero(~kept))
 
     def to_json(self) -> str:
         """Return the content of a `tokenizer.json` without truncation and padding."""
@@ -260,6 +277,12 @@ def load_json(content: bytes, path: Path) -> Loaded:
         return tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
         raise CorpusError(f"{path}: not a tokenizer.json ({error})") from error
+
+
+def _unknown(model: Mapping[str, Any]) -> int | None:
+    """Return the id that a model gives to what it has no token for; Unigram states the id, other models the token."""
+    found: int | None = model["unk_id"] if "unk_id" in model else model["vocab"].get(model["unk_token"])
+    return found
 
 
 def _usual_end(loaded: Loaded, path: Path) -> str:

@@ -134,3 +134,6 @@ class Foreign:
 
     def decode(self, tokens: Any) -> str:
         return ""
+
+    def lost(self, text: str) -> int:
+        return 0

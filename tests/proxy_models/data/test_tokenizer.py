@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy_models.data import kept_tokenizer
+from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.kept_tokenizer import TrainingText
 from proxy_models.data.sources import CorpusError, Source, SourceFile
 from proxy_models.data.token_files import PassProgress
@@ -90,6 +92,42 @@ def test_an_end_that_is_an_ordinary_added_token_is_spelled_by_no_text(tmp_path: 
     (tokens,) = given.encode([f"a{END_OF_TEXT}b".encode()])
     assert given.end_of_document not in tokens
     assert given.decode(tokens) == f"a{END_OF_TEXT}b"
+
+
+ALPHABET = {letter: number for number, letter in enumerate("abcde")} | {"[UNK]": 5, "</s>": 6}
+LOSSY: dict[str, Any] = {
+    "words": tokenizers.models.WordLevel({"ab": 0, "[UNK]": 1, "</s>": 2}, unk_token="[UNK]"),
+    "pairs": tokenizers.models.BPE(ALPHABET, [], unk_token="[UNK]"),
+    "fused pairs": tokenizers.models.BPE(ALPHABET, [], unk_token="[UNK]", fuse_unk=True),
+    "pairs without an unknown token": tokenizers.models.BPE(ALPHABET, []),
+    "pieces": tokenizers.models.Unigram([(piece, -1.0) for piece in ALPHABET], unk_id=5),
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_text_that_a_tokenizer_cannot_represent_is_counted_and_a_corpus_warns(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = tokenizers.Tokenizer(LOSSY[name])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = FileTokenizer(tmp_path / "tokenizer.json")
+    assert loaded.lost("ab ab\n ab") == 0
+    assert loaded.lost("ab xé\n日") == 3
+    settings = TokenizerSettings(kind="file", path=str(tmp_path / "tokenizer.json"))
+    for other, n_warnings in (("ab ", 0), ("日 ", 1)):
+        folder = tmp_path / other
+        folder.mkdir()
+        for number in range(9):
+            (folder / f"{number}.txt").write_text(("ab " if number < 7 else other) * 99)
+        source = Source(path=str(folder))
+        write_corpus(tmp_path / str(n_warnings), source, validation_fraction=0.3, tokenizer=settings)
+        assert len(caplog.records) == n_warnings
+
+
+@given(text=TEXT)
+def test_tokenizers_of_bytes_lose_nothing(text: str, bpe: FileTokenizer, unigram: FileTokenizer) -> None:
+    assert [tokenizer.lost(text) for tokenizer in (bpe, unigram, BytesTokenizer())] == [0, 0, 0]
 
 
 def test_ends_of_documents_are_ends_of_lines(bpe: FileTokenizer) -> None:
