@@ -348,9 +348,9 @@ def _leave_out_worse_recipes(
 
 
 def _stems(runs: pd.DataFrame, considered: pd.DataFrame) -> pd.Series:
-    """Training run of each row, [K]; each row counts as a separate run if the table has no `stem`."""
+    """Training run of each row, [K]; without `stem` each row is a separate run, except repeats of another in every column."""
     if "stem" not in runs:
-        return pd.Series(np.arange(len(runs)))
+        return pd.Series(pd.factorize(runs.astype(str).apply(tuple, axis=1))[0])
     if odd := [name for name in runs["stem"] if not pd.api.types.is_hashable(name)]:
         raise ValueError(f"stem must be the name of a training run, got {odd[0]!r}")
     require_filled(considered, "stem")
@@ -419,7 +419,7 @@ def _warnings(
     alike = np.append(same, False) | np.append(False, same)
     if repeated := int(runs[alike].astype(str).duplicated().sum()):
         found = "1 row repeats" if repeated == 1 else f"{repeated} rows repeat"
-        yield f"{found} another in every column, as further evidence"
+        yield f"{found} another in every column, as further evidence of the same run"
     with np.errstate(over="ignore"):  # a loss may be near the largest float64
         precise = alike & (np.round(values[2], 3) != values[2])  # rounded losses of two seeds may well be equal
     if (copies := int(rows[precise].duplicated(["n_params", "n_tokens", "loss"]).sum())) > repeated:

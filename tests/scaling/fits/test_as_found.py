@@ -157,6 +157,12 @@ def test_a_loss_above_the_vocabulary_is_asked_about() -> None:
     )
 
 
+def test_a_repeated_row_is_no_further_run() -> None:
+    law = fit(pd.concat([PLAIN.iloc[:9]] * 2, ignore_index=True), n_params_convention="total", loss_unit="nats per token")
+    assert law.n_stems == 9
+    assert not law.forecast(*PLAIN[["n_params", "n_tokens"]].iloc[8]).supported
+
+
 def test_the_same_run_under_another_name_is_counted() -> None:
     named = PLAIN.assign(name=[f"run {i}" for i in range(14)])
     twice = pd.concat([named, named.iloc[:3].assign(name="again"), named.iloc[5:6]], ignore_index=True)

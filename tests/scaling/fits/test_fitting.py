@@ -75,7 +75,7 @@ def test_rows_of_one_stem_are_resampled_together(ladder: Ladder) -> None:
     repeated = pd.concat([runs.assign(stem=np.arange(20))] * 4, ignore_index=True)
     once = fitted(runs, 400)
     clustered = fitted(repeated, 400)
-    naive = fitted(repeated.drop(columns="stem"), 400)
+    naive = fitted(repeated.assign(stem=np.arange(80)), 400)
     assert (clustered.n_rows, clustered.n_stems, naive.n_stems) == (80, 20, 80)
     spread = [result.draws[:, 3].std() for result in (once, clustered, naive)]
     assert spread[1] == pytest.approx(spread[0], rel=0.2)
