@@ -210,18 +210,22 @@ def _worse_when_larger(table: pd.DataFrame, optima: dict[float, Optimum], along:
     """Describe the first value near a size's optimum at which the next larger model is worse beyond the noise.
 
     The noise of a run is that about the size's parabola, or the scatter of the seeds at this value if that is larger: seeds
-    scatter more at rates where runs become unstable, and the parabola has a level for each seed.
+    scatter more at rates where runs become unstable, and the parabola has a level for each seed. A parabola without a degree of
+    freedom shows no noise, so the noise pooled over the other sizes stands in; without any, only a divergence counts as worse.
     """
+    known = [optimum for optimum in optima.values() if optimum.dof]
+    pooled = sum(o.dof * o.noise**2 for o in known) / sum(o.dof for o in known) if known else math.inf
+    noise = {size: optimum.noise**2 if optimum.dof else pooled for size, optimum in optima.items()}
     runs = table.assign(log_loss=np.log(table["loss"])).groupby([along, over])["log_loss"]
     by_value = runs.agg([("mean", lambda y: y.mean(skipna=False)), ("variance", "var"), ("runs", "size")])
     for small, large in itertools.pairwise(optima):
         both = {"left_index": True, "right_index": True, "suffixes": ("_small", "_large")}
-        shared = by_value.loc[small].dropna().merge(by_value.loc[large], **both)
+        shared = by_value.loc[small].dropna(subset="mean").merge(by_value.loc[large], **both)
         octave = np.log2(shared.index)
         low, high = optima[small].used
         for value, row in shared[(octave >= low) & (octave <= high)].iterrows():
             variance = sum(
-                np.fmax(np.nan_to_num(optima[size].noise) ** 2, row[f"variance_{which}"]) / row[f"runs_{which}"]
+                np.fmax(noise[size], row[f"variance_{which}"]) / row[f"runs_{which}"]
                 for size, which in ((small, "small"), (large, "large"))
             )
             gain = row["mean_small"] - row["mean_large"]  # NaN if the large model diverged
