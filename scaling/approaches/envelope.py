@@ -28,7 +28,7 @@ from scaling.approaches.loss_curves import COLUMNS, Curves, curves_of
 from scaling.checks import names, numbers, require_columns
 from scaling.errors import ScalingError
 from scaling.fits.as_found import BYTES, NO_COLUMNS, NOTES, PER_BYTE, UNIT
-from scaling.fits.runs import ASSUMED, Table, counts, naming, read_runs, require_convention, to_nats
+from scaling.fits.runs import ASSUMED, Table, counts, naming, read_runs, require_convention, to_nats, without_stated
 from scaling.fits.unfinished import finished
 from scaling.forms.law import NATS, compute_flops
 
@@ -48,8 +48,9 @@ def fit_envelope(
 
     Args:
         curves: one row per evaluation, as a table or file (see `fit`): `run`, `n_params`, `n_tokens` (so far), `loss`
-            (smoothed; a row without a loss is left out, and named); optional `annealed`. A curve's losses should be final losses of
-            runs of that length: annealed branches, or runs of several lengths; a cosine run has only one, at its end.
+            (smoothed; a row without a loss, or with a reason in `left_out`, is left out, and named); optional `annealed`. A curve's
+            losses should be final losses of runs of that length: annealed branches, or runs of several lengths; a cosine run has
+            only one, at its end.
         loss_unit, columns: as for `fit`; `columns` may also name the column `run`.
 
     Returns:
@@ -64,7 +65,7 @@ def fit_envelope(
     given = read_runs(curves, columns)
     with naming(curves):
         require_columns(given, ("run", "n_params", "n_tokens", "loss"))
-        given = finished(given, "loss")
+        given = finished(without_stated(given, annealed=False), "loss")
         table, unit = _checked(given, loss_unit)
     interpolated = curves_of(table)
     everyone = np.arange(len(interpolated.n_params), dtype=np.int64)

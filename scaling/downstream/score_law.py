@@ -23,7 +23,7 @@ from scaling.downstream.family_posterior import OFFSET_FREEDOM, SETTLED, Numbers
 from scaling.downstream.sigmoid import falls, require_unit
 from scaling.errors import ScalingError
 from scaling.fits.as_found import NO_COLUMNS
-from scaling.fits.runs import Table, naming, read_runs
+from scaling.fits.runs import Table, naming, read_runs, without_stated
 from scaling.presentation import lines, span
 from scaling.quantiles import tails
 from scaling.serialization import FittedResult, JsonResult
@@ -270,7 +270,8 @@ def fit_score(
 
     Args:
         runs: one row per model, a table or file: `n_params`, `n_tokens` and the metric's column; optional `family`, and
-            `standard_error` of the score. Rows without a score are left out.
+            `standard_error` of the score. Rows without a score are left out, and those that the columns `left_out` and `annealed`
+            leave out of `fit`.
         chance: the floor in the score's unit, e.g. .25 for four choices; by default fitted between 0 and the rows' mean.
         ceiling: the ceiling in the score's unit, by default `most`. A plateau of the rows is none: larger models rose above it in
             public tables, so a fitted one gives intervals that are too low.
@@ -347,7 +348,7 @@ def _scored(runs: Table, metric: str, columns: Mapping[str, str]) -> tuple[Array
     table = read_runs(runs, columns)
     with naming(runs):
         require_columns(table, ("n_params", "n_tokens", metric))
-        table = table[table[metric].notna()]
+        table = without_stated(table[table[metric].notna()])
         if len(table) < MIN_ROWS:
             raise ScalingError(f"need at least {MIN_ROWS} rows with {metric}, got {len(table)}")
         size = np.log(np.stack([numbers(table, "n_params"), numbers(table, "n_tokens")], axis=1))

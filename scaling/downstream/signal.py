@@ -21,7 +21,7 @@ from scaling.arrays import Array
 from scaling.checks import FOUND_AS, column_name, names, numbers, require_columns, require_distinct, row_name, seeds
 from scaling.errors import ScalingError
 from scaling.fits.as_found import NO_COLUMNS
-from scaling.fits.runs import Table, naming, read_runs
+from scaling.fits.runs import Table, naming, read_runs, unannealed, without_stated
 from scaling.presentation import lines
 from scaling.serialization import JsonResult
 
@@ -78,8 +78,8 @@ def signal_to_noise(runs: Table, metric: str = "accuracy", *, columns: Mapping[s
     Args:
         runs: one row per evaluation, a table or file: `n_params`, `n_tokens` of the run, and the metric's column. Optional `tokens`,
             those that the evaluated checkpoint has seen; without it every row is the end of a run, except that of a run named by
-            `columns` the last row is. Optional `run` or `seed`, which tell runs of one size and length apart. Rows without a score
-            are left out.
+            `columns` the last row is. A row whose `annealed` is False is a checkpoint, even at the end. Optional `run` or `seed`,
+            which tell runs of one size and length apart. Rows without a score, or with a reason in `left_out`, are left out.
         columns: as for `fit`.
 
     Raises:
@@ -127,7 +127,7 @@ def ends_and_checkpoints(
         table = table.rename(columns={"loss": metric})  # a metric in bits per byte was read as the loss
     with naming(runs):
         require_columns(table, ("n_params", "n_tokens", metric))
-        table = table[table[metric].notna()]
+        table = without_stated(table[table[metric].notna()], annealed=False)
         require_distinct(table)
         n_params, n_tokens = numbers(table, "n_params"), numbers(table, "n_tokens")
         scores = numbers(table, metric, inclusive=True)
@@ -147,6 +147,8 @@ def ends_and_checkpoints(
         ]
         last = pd.Series(tokens).groupby(run).transform("max").to_numpy()
         at_end = (tokens == last) & (tokens >= NEARLY_ALL * n_tokens)
+        if "annealed" in table:
+            at_end &= ~unannealed(table["annealed"])
         return table[at_end].assign(run=np.array(run)[at_end]), table[~at_end].assign(run=np.array(run)[~at_end])
 
 

@@ -377,6 +377,21 @@ def stated_reasons(runs: pd.DataFrame) -> NDArray[np.object_]:
     return np.array(reasons, dtype=object)
 
 
+def without_stated(table: pd.DataFrame, *, annealed: bool = True) -> pd.DataFrame:
+    """Return the rows that the table itself does not leave out; a note in the table's `attrs` gives the reasons of the others.
+
+    Args:
+        annealed: whether rows that the column `annealed` denies are left out, too.
+    """
+    reason = stated_reasons(table)
+    if annealed and "annealed" in table:
+        open_ = np.flatnonzero(reason == "")
+        reason[open_[unannealed(table["annealed"].iloc[open_])]] = UNANNEALED
+    kept, note = table[reason == ""], omitted(pd.Series(reason[reason != ""], dtype=object))
+    kept.attrs = {**table.attrs, NOTES: (*table.attrs.get(NOTES, ()), *filter(None, (note,)))}
+    return kept
+
+
 def _doubts(shared: SharedRuns | None) -> tuple[str, ...]:
     """Warning that rows seem to share training runs, if they may also be separate runs."""
     if shared is None or shared.certain:

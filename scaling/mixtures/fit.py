@@ -136,8 +136,8 @@ def fit_mixture(
     Args:
         runs: a DataFrame, a list of dicts, or a CSV, TSV, Parquet or JSON Lines file, a row per finished run:
             `weight_DOMAIN` for every domain (summing to 1 within .01), `loss_DOMAIN` for every held-out set (finite, above 0, in one
-            unit; a run that lacks a loss is left out, and named), and `n_params`, `n_tokens` if runs differ in size or length. Other
-            columns are ignored.
+            unit; a run that lacks a loss is left out, and named), and `n_params`, `n_tokens` if runs differ in size or length. The
+            columns `left_out` and `annealed` have their meaning in `scaling.fit`; others are ignored.
         weight_prefix, loss_prefix: prefixes of the columns' names, if the table has other prefixes.
         columns: names of the table's columns, by ours; `loss` names the only target, and the last row of each `run` counts.
 

@@ -16,7 +16,7 @@ from scaling.errors import TooFewRunsError
 from scaling.fits.as_found import NO_COLUMNS, NOTES
 from scaling.fits.checkpoints import last_of_runs
 from scaling.fits.recipes import is_recipe
-from scaling.fits.runs import LEAST_LOSS, MOST_COUNT, Table, naming, read_runs
+from scaling.fits.runs import LEAST_LOSS, MOST_COUNT, Table, naming, read_runs, without_stated
 from scaling.fits.unfinished import finished
 
 WEIGHT, LOSS = "weight_", "loss_"
@@ -72,7 +72,7 @@ def read_mixtures(
     """
     rows = read_runs(runs, columns)
     with naming(runs):
-        rows = last_of_runs(_prefixed(_prefixed(rows, weight_prefix), loss_prefix))
+        rows = last_of_runs(_prefixed(_prefixed(without_stated(rows), weight_prefix), loss_prefix))
         if "loss" in columns:  # the only target
             others = [name for name in rows if str(name).startswith(loss_prefix)]
             rows = rows.drop(columns=others).rename(

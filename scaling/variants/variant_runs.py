@@ -15,7 +15,7 @@ from scaling.checks import FOUND_AS, losses, names, numbers, plain, renamed, req
 from scaling.fits.as_found import BYTES, NOTES, PER_BYTE, UNIT, compute_unit
 from scaling.fits.checkpoints import RUNS, STEPS, checkpoints, short_names
 from scaling.fits.recipes import is_recipe
-from scaling.fits.runs import MID_RUN, UNANNEALED, VOCABULARY, counts, omitted, stated_reasons, to_nats, unannealed
+from scaling.fits.runs import MID_RUN, VOCABULARY, counts, omitted, to_nats, without_stated
 from scaling.fits.unfinished import STATES, unfinished_states
 from scaling.forms.law import NATS, compute_flops
 
@@ -58,17 +58,14 @@ def variant_runs(rows: pd.DataFrame, baseline: str, unit: str) -> VariantRuns:
         ValueError: a column is missing or breaks its rule, a finished run is listed twice, no row is left, or losses are per
             token of several tokenizers.
     """
-    unit, stated = unit or rows.attrs.get(UNIT, ""), stated_reasons(rows)
-    rows = _with_our_names(rows[stated == ""])
-    early = unannealed(rows["annealed"]) if "annealed" in rows else np.zeros(len(rows), dtype=bool)
-    rows = rows[~early]
+    unit = unit or rows.attrs.get(UNIT, "")
+    rows = _with_our_names(without_stated(rows))
+    if not len(rows):
+        raise ValueError(f"need at least one run, got none; {'; '.join(rows.attrs[NOTES])}")
     names(rows, "variant")
     flops = _flops(rows)
     earlier, doubts = _earlier(rows, flops)
-    reasons = [*filter(None, stated), *[UNANNEALED] * early.sum(), *[MID_RUN] * earlier.sum()]
-    left_out = omitted(pd.Series(reasons, dtype=object))
-    if not len(rows):
-        raise ValueError(f"need at least one run, got none; {left_out}")
+    left_out = omitted(pd.Series([MID_RUN] * earlier.sum(), dtype=object))
     rows, flops = rows[~earlier], flops[~earlier]
     require_distinct(rows[rows["loss"].notna()])
     loss, found_unit = _in_one_unit(rows, unit)
