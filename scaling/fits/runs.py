@@ -413,7 +413,8 @@ def _warnings(
     if unit == NATS and (most := float(values[2].max())) > MOST_NATS:
         yield f"a loss of {most:.4g} nats per token is worse than a uniform guess among a million: is it a perplexity?"
     elif unit == NATS and VOCABULARY in runs:
-        above = values[2] > np.log(numbers(runs, VOCABULARY))
+        sizes = np.array([or_nan(size) for size in runs[VOCABULARY]])
+        above = values[2] > np.log(np.where(sizes > 0, sizes, np.inf))
         if above.any():
             first = int(np.argmax(above))
             yield (

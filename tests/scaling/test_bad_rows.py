@@ -112,3 +112,14 @@ def test_rows_that_the_table_leaves_out_change_no_result(reader: str, column: st
     wrong = runs.iloc[::3].assign(seed=7, accuracy=0.3, task_loss=4.0, loss=4.0, loss_code=4.0)
     both = pd.concat([runs.assign(**{column: kept}), wrong.assign(**{column: out})], ignore_index=True)
     assert READERS[reader](both) == pytest.approx(READERS[reader](runs), rel=1e-9)
+
+
+def test_a_size_of_the_vocabulary_that_is_no_number_stops_no_fit() -> None:
+    """The column only serves a warning."""
+    sizes = pd.Series([50_000.0, None, "32k", float("inf"), 0, -1, *[2] * 8], dtype=object)
+
+    def warnings(**columns: object) -> tuple[str, ...]:
+        return fit(ladder(14).assign(**columns), n_params_convention="total", n_bootstrap=2).warnings
+
+    assert warnings(vocab_size=sizes.where(sizes != 2, 50_000)) == warnings()
+    assert len(warnings(vocab_size=sizes)) == len(warnings()) + 1
