@@ -158,7 +158,9 @@ def test_a_loss_above_the_vocabulary_is_asked_about() -> None:
 
 
 def test_a_repeated_row_is_no_further_run() -> None:
-    law = fit(pd.concat([PLAIN.iloc[:9]] * 2, ignore_index=True), n_params_convention="total", loss_unit="nats per token")
+    law = fit(
+        pd.concat([PLAIN.iloc[:9]] * 2, ignore_index=True), n_params_convention="total", loss_unit="nats per token"
+    )
     assert law.n_stems == 9
     assert not law.forecast(*PLAIN[["n_params", "n_tokens"]].iloc[8]).supported
 
