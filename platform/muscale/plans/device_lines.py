@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from muscale.formatting import counted
@@ -151,17 +152,14 @@ def layout_line(
         doublings: Number of times that the batch doubles.
     """
     tensor, group, stages = parallelism.tensor_parallel, parallelism.sequence_ranks, parallelism.pipeline_parallel
-    problems, advice, in_stages = list(parallelism.unfit(workers, sequences=sequences, doublings=doublings)), [], ""
-    if not problems:
-        try:
-            in_stages = _in_stages(parallelism, sequences // parallelism.data_ranks(workers), micro_batch)
-        except ValueError as error:
-            problems.append(str(error))
-            advice.append("use another promote.micro_batch or another batch")
+    of_batches = partial(parallelism.unfit, sequences=sequences, doublings=doublings)
+    problems, advice = list(of_batches(workers, micro_batch=micro_batch)), list[str]()
+    if problems and not any(of_batches(workers)):
+        advice.append("use another promote.micro_batch or another batch")
     divisors = [
         n * group * stages
         for n in range(1, sequences + 1)
-        if sequences % n == 0 and not any(parallelism.unfit(n * group * stages, sequences=sequences))
+        if sequences % n == 0 and not any(of_batches(n * group * stages, micro_batch=micro_batch))
     ]
     near = " or ".join(str(n) for n in sorted(sorted(divisors, key=lambda n: abs(n - workers))[:2]))
     if problems and not advice:
@@ -180,6 +178,7 @@ def layout_line(
     least, more = divmod(sequences, shares)
     together = group * stages
     groups = "" if together == 1 else f"group{'s' if shares > 1 else ''} of {together} "
+    in_stages = _in_stages(parallelism, least, micro_batch)
     text = f"{counted(sequences, 'sequence')} over {shares} {groups}worker{'s' * (shares * together > 1)}{in_stages}"
     parts = [f"{size} {what}" for what, size in shared.items()] if tensor > 1 else []
     if more:
@@ -190,7 +189,7 @@ def layout_line(
 
 
 def _in_stages(parallelism: Parallelism, sequences: int, micro_batch: int) -> str:
-    """Text about a pipeline that gets so many sequences, "" without one; raises ValueError if they are not cut into micro-batches."""
+    """Text about a pipeline that gets so many sequences; "" without a pipeline."""
     if (pipeline := parallelism.pipeline(sequences)) is None:
         return ""
     number = pipeline.micro_batches(micro_batch)

@@ -24,7 +24,7 @@ from proxy_models.architecture.memory import (
     Sharding,
     largest_micro_batch,
 )
-from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule, micro_batches
+from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule
 from proxy_models.data.corpus import Corpus
 from scaling import accelerator
 
@@ -114,7 +114,8 @@ def fitting_layouts(
     model, workers, device = step.model, step.workers, accelerator(step.device)
     node_devices = (step.links or links_of(device)).node_devices
     limit = int(MEMORY_SHARE * device.memory_bytes)
-    sequences = (smallest_batch_tokens or step.batch_tokens) // model.context_length
+    smallest = smallest_batch_tokens or step.batch_tokens
+    sequences, doublings = smallest // model.context_length, (step.batch_tokens // smallest).bit_length() - 1
     found = []
     for parallelism in _candidates(model, workers, sequences, node_devices, optimizer, choices):
         grid = parallelism.grid(workers, node_ranks=min(workers, node_devices))
@@ -129,7 +130,7 @@ def fitting_layouts(
             if micro_batch
             else largest_micro_batch(estimate, most, limit=limit, pipeline=pipeline)
         )
-        if pipeline and not micro_batches(pipeline.schedule, pipeline.ranks, share, most=taken):
+        if pipeline and any(parallelism.unfit(workers, sequences=sequences, doublings=doublings, micro_batch=taken)):
             continue
         memory = estimate(micro_batch=taken)
         if memory.total > limit:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from muscale.plans.device_lines import (
     attention_line,
     communication_line,
@@ -93,13 +95,23 @@ def test_a_pipeline_s_line_has_its_stages_micro_batches_and_bubble() -> None:
     cases = [
         (16, 6, pipeline, 1, "pipeline_parallel must divide the 6 ranks, got 8", "take 8 or 16 workers"),
         (6, 8, looped, 1, "got 6 sequences", "take 4 workers"),
-        (14, 4, looped, 1, "at most 1 sequences, at least one for each rank, got 14", "another promote.micro_batch"),
+        (14, 4, looped, 1, "got 14 sequences, and micro_batch = 1", "another promote.micro_batch"),
     ]
     for sequences, workers, parallelism, size, compared, advice in cases:
         failed = layout_line({}, sequences=sequences, workers=workers, parallelism=parallelism, micro_batch=size)
         assert failed.status == "failed"
         assert compared in failed.compared
         assert advice in failed.advice
+
+
+def test_every_batch_of_a_ramp_is_cut_into_the_stated_micro_batches() -> None:
+    looped = Parallelism(pipeline_parallel=4, pipeline_schedule="interleaved")
+    # 7 micro-batches of one sequence are one round of the schedule; 14 would be 3 rounds of different numbers.
+    cases = [(7, 0, 1, "passed"), (7, 1, 1, "failed"), (14, 1, 1, "failed"), (7, 1, 2, "passed"), (8, 3, 1, "passed")]
+    for sequences, doublings, size, status in cases:
+        stated: dict[str, Any] = {"sequences": sequences, "doublings": doublings, "micro_batch": size}
+        assert layout_line({}, workers=4, parallelism=looped, **stated).status == status
+        assert any(looped.unfit(4, **stated)) == (status == "failed"), "at launch"
 
 
 def test_uneven_shares_of_a_batch_are_reported_and_do_not_block() -> None:

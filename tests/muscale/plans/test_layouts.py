@@ -47,6 +47,19 @@ def test_a_tiny_model_is_not_cut_within_its_blocks() -> None:
     assert (proposed.parallelism.tensor_parallel, proposed.parallelism.checkpointing) == (1, "none")
 
 
+def test_a_proposed_pipeline_takes_every_batch_of_a_ramp() -> None:
+    n, context = 7, TINY.context_length  # 14 micro-batches of one sequence do not fit 4 ranks, but 7 and 28 do
+    found = fitting_layouts(
+        step(TINY, 4, 4 * n * context),
+        smallest_batch_tokens=n * context,
+        micro_batch=1,
+        choices=Choices(schedules=("interleaved",)),
+    )
+    at_launch = [one.parallelism.unfit(4, sequences=n, doublings=2, micro_batch=1) for one in found]
+    assert found
+    assert not any(any(reasons) for reasons in at_launch)
+
+
 def test_70b_does_not_fit_on_eight_devices_of_80_gb_and_is_cut_and_checkpointed_on_64() -> None:
     assert propose_layout(layouts(LLAMA_70B, 8)) is None
     proposed = propose_layout(layouts(LLAMA_70B, 64))
