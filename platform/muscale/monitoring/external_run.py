@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right, insort
 from functools import cached_property
 from typing import Any
 
@@ -85,22 +86,36 @@ class ExternalRun:
             self._record_residual(end["val_loss"])
 
     def records(self, rows: list[Row]) -> list[dict[str, Any]]:
-        """One record per number of tokens, ascending, later losses counting; raises StageError if they exceed the plan's tokens."""
-        n_tokens, kept = self.plan.n_tokens, list[dict[str, Any]]()
-        for row in rows:
-            tokens = row["tokens"] if "tokens" in row else self._tokens_at(min(row["step"], n_tokens + 1))
-            if tokens > n_tokens * (1 + TOLERANCE):
-                raise StageError(
-                    f"watch: {self.source.name}: must be a run of the {n_tokens:,} tokens of plan {self.plan.key}, "
-                    f"got a loss after {tokens:,.0f} tokens"
-                )
+        """One record per number of tokens, ascending; raises StageError if they exceed the plan's tokens.
+
+        A loss after fewer tokens than the one before it in its column is that of a run that was set back: later losses replace all
+        after it. A table whose tokens only fall is in reverse order, unless it is still being written.
+        """
+        n_tokens = self.plan.n_tokens
+        seen = [row["tokens"] if "tokens" in row else self._tokens_at(min(row["step"], n_tokens + 1)) for row in rows]
+        if (most := max(seen, default=0)) > n_tokens * (1 + TOLERANCE):
+            raise StageError(
+                f"watch: {self.source.name}: must be a run of the {n_tokens:,} tokens of plan {self.plan.key}, "
+                f"got a loss after {most:,.0f} tokens"
+            )
+        read = list(zip(seen, rows, strict=True))
+        if not self.source.growing and len(set(seen)) > 2 and seen == sorted(seen, reverse=True):
+            read.reverse()
+        ends, losses, last = list[int](), dict[int, Row](), dict[str, int]()
+        for tokens, row in read:
             at = n_tokens if tokens >= n_tokens * (1 - TOLERANCE) else int(tokens)
-            while kept and kept[-1]["tokens"] > at:
-                kept.pop()
-            losses = {name: row[name] for name in _LOSSES if name in row}
-            if kept and kept[-1]["tokens"] == at:
-                losses = {**kept.pop(), **losses}
-            kept.append({**losses, "tokens": at})
+            logged = {name: row[name] for name in _LOSSES if name in row}
+            if any(last.get(name, 0) > at for name in logged):
+                kept_ends = bisect_right(ends, at)
+                for end in ends[kept_ends:]:
+                    del losses[end]
+                del ends[kept_ends:]
+                last = {name: min(end, at) for name, end in last.items()}
+            last |= dict.fromkeys(logged, at)
+            if at not in losses:
+                insort(ends, at)
+            losses[at] = losses.get(at, {}) | logged
+        kept: list[dict[str, Any]] = [{**losses[end], "tokens": end} for end in ends]
         if kept and not any("val_loss" in record for record in kept):
             kept = self._with_estimates(kept)
         return kept

@@ -117,6 +117,31 @@ def test_a_run_that_was_set_back_counts_as_it_went_on(elsewhere: Elsewhere) -> N
     assert status.evaluations["share"].to_numpy() == pytest.approx([0.2, 0.4, 0.5], abs=0.01)
 
 
+@pytest.mark.parametrize("order", ["newest first", "held-out losses, then training losses", "the reverse"])
+def test_no_loss_is_dropped_for_the_order_of_a_table_s_rows(elsewhere: Elsewhere, order: str) -> None:
+    n_tokens = elsewhere.plan.n_tokens
+    held_out = [f"{n_tokens * n // 4},{1 + 1 / n}," for n in (1, 2, 3, 4)]
+    training = [f"{n_tokens * n // 16},,{1.1 + 1 / n}" for n in range(1, 17)]
+    rows = held_out[::-1] if order == "newest first" else held_out + training
+    elsewhere.table.write_text(
+        "\n".join(["tokens,val_loss,train_loss", *(training + held_out if order == "the reverse" else rows)]) + "\n"
+    )
+    status = elsewhere.watch()
+    assert status.evaluations["loss"].to_list() == [2.0, 1.5, pytest.approx(4 / 3), 1.25]
+    assert len(status.curve) == (0 if order == "newest first" else 16)
+    assert status.promotion is not None
+    assert status.promotion.loss == 1.25
+
+
+def test_training_losses_that_go_back_set_the_held_out_ones_back_too(elsewhere: Elsewhere) -> None:
+    quarter = elsewhere.plan.n_tokens // 4
+    rows = [f"{quarter},,3.0", f"{quarter},2.9,", f"{2 * quarter},,2.5", f"{2 * quarter},2.4,", f"{quarter},,3.1"]
+    elsewhere.table.write_text("\n".join(["tokens,val_loss,train_loss", *rows]) + "\n")
+    status = elsewhere.watch()
+    assert status.evaluations["loss"].to_list() == [2.9]
+    assert status.curve["train_loss"].to_list() == [3.1]
+
+
 def test_steps_are_the_plan_s_batches(elsewhere: Elsewhere) -> None:
     batch, n_tokens = elsewhere.plan.hyperparameters.batch_tokens, elsewhere.plan.n_tokens
     elsewhere.table.write_text(f"global_step,nll\n{n_tokens // batch // 2},3.0\n")
