@@ -16,7 +16,15 @@ import numpy as np
 
 from proxy_models.data.batches import training_stream
 from proxy_models.evaluation.measure import Measured, Score, Subject
-from proxy_models.evaluation.repeated_windows import MEMORISATION, ReadTokens, Windows, repeated_windows, times_read
+from proxy_models.evaluation.repeated_windows import (
+    CONTINUATION_TOKENS,
+    MEMORISATION,
+    PREFIX_TOKENS,
+    ReadTokens,
+    Windows,
+    repeated_windows,
+    times_read,
+)
 from proxy_models.evaluation.scored_model import LogLikelihood, log_likelihoods
 from proxy_models.evaluation.smooth_scores import share_error
 from proxy_models.hashing import content_key
@@ -41,8 +49,8 @@ class Memorisation:
         seed: Seed of the choice of windows.
     """
 
-    prefix_tokens: int = 32
-    continuation_tokens: int = 32
+    prefix_tokens: int = PREFIX_TOKENS
+    continuation_tokens: int = CONTINUATION_TOKENS
     n_sequences: int = 256
     seed: int = 0
 

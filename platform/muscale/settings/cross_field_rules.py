@@ -13,6 +13,7 @@ from muscale.settings.variant_rules import variants_errors
 from proxy_models.architecture.families import ModelFamily, family_of, is_imported
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS
 from proxy_models.coordinates.check import require_seeds, require_sizes
+from proxy_models.evaluation.repeated_windows import CONTINUATION_TOKENS, PREFIX_TOKENS
 from proxy_models.recipes.schedule import COOLING
 from proxy_models.recipes.segments import chain
 from scaling.mixtures.stage_law import MIN_STEMS
@@ -69,8 +70,10 @@ def _use_case_errors(config: StudyTables) -> Iterator[str]:
 
 
 def _scores_errors(config: StudyTables) -> Iterator[str]:
-    """Workers of [scores] for which [promote] has no GPU each, and memorisation of a corpus with prompts."""
-    promote = config.promote
+    """Workers of [scores] for which [promote] has no GPU each, and memorisation of prompts or of windows beyond a sequence."""
+    promote, context = config.promote, config.model.context_length
+    if config.scores and config.scores.memorisation and context < (least := PREFIX_TOKENS + CONTINUATION_TOKENS - 1):
+        yield f"scores.memorisation: needs model.context_length of at least {least} for its windows, got {context}"
     if config.scores and config.scores.memorisation and config.corpus.has_prompts:
         yield "scores.memorisation: is measured on text that counts as a whole, but a source of [corpus] has prompts; got true"
     if config.scores and promote.evaluation == "async" and config.scores.workers > 1 and 0 < promote.evaluator_gpus < 1:

@@ -54,11 +54,15 @@ def lease(ledger: Ledger, name: str, *, wait: bool = True) -> Iterator[int]:
     token = _acquire(ledger, name, wait=wait)
 
     def beat(done: threading.Event) -> None:
+        reported = ""
         while not done.wait(BEAT_SECONDS):
             try:
                 ledger.write(_beat, name, token)
+                reported = ""
             except MuscaleError as error:  # recording fails later; until then the training continues
-                _log.warning("lease %s: no heartbeat: %s", name, error)
+                if str(error) != reported:  # a full disk stays full for many heartbeats
+                    _log.warning("lease %s: no heartbeat: %s", name, error)
+                reported = str(error)
 
     try:
         with in_background(beat, f"lease {name}"):

@@ -151,6 +151,7 @@ promote.precision=fp16 => promote.precision | fp16 | 2
 promote.evaluator_cpus=1.5 => promote | evaluator_cpus | 1.5
 scores.tasks=["a", "a"] => scores | tasks
 scores.workers=0 => scores.workers | 0
+scores.memorisation=true => scores.memorisation | context_length | 63 | got 32
 scores.workers=2 ;; promote.evaluation=async ;; promote.evaluator_gpus=0.5 => scores.workers | evaluator_gpus = 0.5 | got 2
 resources.cpus_per_worker=1.5 => resources | cpus_per_worker | 1.5
 resources.ranks_per_trial=3 => resources.ranks_per_trial | 8 sequences | got 3

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
-from muscale.errors import LeaseHeldError, LeaseLostError
+from muscale.errors import LeaseHeldError, LeaseLostError, LedgerUnavailableError
 from muscale.layout import LEDGER
 from muscale.search.record import Record, RungResult
 from muscale.store import lease as leases
@@ -51,6 +51,26 @@ def test_a_second_owner_waits_for_the_first_logs_it_and_has_a_larger_token(
     assert order == ["first with 1", "second with 2"]
     me = f"process {os.getpid()} on {socket.gethostname()}"
     assert caplog.messages == [f"line: {me} is running it; waiting until it ends"], "once"
+
+
+def test_heartbeats_that_fail_in_the_same_way_are_logged_once_until_one_succeeds(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.01)
+    left, all_came = ["full", "full", "", "full", "full", "gone", "gone"], threading.Event()
+    beat = leases._beat
+
+    def failing(connection: sa.Connection, name: str, token: int) -> None:
+        if not left:
+            all_came.set()
+        elif fault := left.pop(0):
+            raise LedgerUnavailableError(fault)
+        beat(connection, name, token)
+
+    monkeypatch.setattr(leases, "_beat", failing)
+    with leases.lease(ledger, "line"):
+        assert all_came.wait(10)
+    assert [message.rsplit(": ", 1)[1] for message in caplog.messages] == ["full", "full", "gone"]
 
 
 def test_who_does_not_wait_is_refused_while_an_owner_lives_and_not_after_it(
