@@ -76,13 +76,17 @@ def _even_out(bounds: list[int], of_blocks: Sequence[float], readout: float) -> 
                 bounds[stage], moved = bound + move, True
 
 
+def least_micro_batches(schedule: PipelineSchedule, ranks: int) -> int:
+    """Return the least number of micro-batches that a schedule takes: that of the ranks, or for DualPipe's V that of the stages."""
+    return n_stages(schedule, ranks) if schedule == "dualpipe_v" else ranks
+
+
 def micro_batches(schedule: PipelineSchedule, ranks: int, sequences: int, *, most: int) -> int | None:
     """Return the least number of equal micro-batches of a rank's sequences, with at most `most` sequences each; None if none fits.
 
-    A schedule needs as many micro-batches as ranks, DualPipe's V as stages; those in rounds need the same number in each round.
+    Schedules in rounds need the same number in each round.
     """
-    least = n_stages(schedule, ranks) if schedule == "dualpipe_v" else ranks
-    for number in range(least, sequences + 1):
+    for number in range(least_micro_batches(schedule, ranks), sequences + 1):
         rounds = number // ranks if schedule in _IN_ROUNDS else 1
         if sequences % number == 0 and sequences // number <= most and number % rounds == 0:
             return number

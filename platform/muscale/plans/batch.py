@@ -115,7 +115,7 @@ def choose_batch(
     explicit: Mapping[str, Any],
     *,
     sequence_tokens: int,
-    ranks: int,
+    least_sequences: int,
 ) -> BatchChoice | None:
     """Choose the full run's batch; return None if it is the proxies' batch and no law has a batch to compare.
 
@@ -126,7 +126,7 @@ def choose_batch(
         law: Law of the study's own grids.
         explicit: Hyperparameters stated for the full run.
         sequence_tokens: Tokens of a sequence; every batch, including the first of a ramp, is whole sequences.
-        ranks: Ranks that need one sequence each if the batch is smaller than the proxies'.
+        least_sequences: Sequences that a batch smaller than the proxies' must have, so that the workers can share it.
     """
     known = law if law is not None and law.supports(n_tokens) else None
     best = float(known.batch_tokens(n_tokens)) if known else published_batch(n_tokens)
@@ -137,7 +137,7 @@ def choose_batch(
         tokens, source = explicit["batch_tokens"], "stated"
     elif best is not None:
         unit = sequence_tokens << doublings
-        tokens = _nearest(tokens, best, least=min(tokens, ranks * unit), unit=unit)
+        tokens = _nearest(tokens, best, least=min(tokens, least_sequences * unit), unit=unit)
     first, tuned_first = tokens >> doublings, tuned.batch_tokens >> tuned.batch_doublings
     if best is None and (tokens, first) == (tuned.batch_tokens, tuned_first):
         return None

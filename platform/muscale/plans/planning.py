@@ -108,7 +108,7 @@ class Planner:
             self.decision.n_tokens,
             explicit,
             sequence_tokens=explicit.get("context_length", self.config.model.context_length),
-            ranks=self.config.promote.workers,
+            least_sequences=self.config.promote.least_sequences,
         )
 
     @cached_property

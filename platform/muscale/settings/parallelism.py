@@ -13,7 +13,13 @@ from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import Checkpointing, Sharding
 from proxy_models.architecture.pipeline_counts import PipelineShare
-from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule, micro_batches, n_stages
+from proxy_models.architecture.stage_layout import (
+    SPLIT_BACKWARD,
+    PipelineSchedule,
+    least_micro_batches,
+    micro_batches,
+    n_stages,
+)
 
 SOAP_IN_PIPELINES = (
     'pipeline_parallel must be 1 with optimizer = "soap", whose state belongs to all matrices of a shape, got {}'
@@ -264,6 +270,12 @@ class Parallelism:
             sequences=sequences,
             doublings=doublings,
         )
+
+    def least_sequences(self, world_size: int) -> int:
+        """Least sequences of a batch for so many ranks, which must fit the layout: one for each share, or micro-batch of a share."""
+        stages = self.pipeline_parallel
+        of_share = least_micro_batches(self.pipeline_schedule, stages) if stages > 1 else 1
+        return self.data_ranks(world_size) * of_share
 
     def data_ranks(self, world_size: int) -> int:
         """Number of shares that a batch is cut into; the number of ranks must fit the layout."""

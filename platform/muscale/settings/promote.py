@@ -197,6 +197,11 @@ class PromoteSettings(StrictTable):
         return self.parallelism.sizes(self.workers_min or self.workers, self.workers)
 
     @property
+    def least_sequences(self) -> int:
+        """Least sequences of a batch that all workers share; with an open layout one for each worker."""
+        return self.workers if self.open_layout else self.parallelism.least_sequences(self.workers)
+
+    @property
     def parallelism(self) -> Parallelism:
         """The layout over the workers, outside the run's key; raises StageError if a part is "auto", which a promotion chooses."""
         sharding, tensor, stages = self.sharding, self.tensor_parallel, self.pipeline_parallel

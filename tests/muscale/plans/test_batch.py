@@ -29,9 +29,13 @@ def by_study() -> BatchLaw:
 
 
 def chosen(
-    n_tokens: float, law: BatchLaw | None = None, tuned: Hyperparameters = TUNED, ranks: int = 8, **explicit: int
+    n_tokens: float,
+    law: BatchLaw | None = None,
+    tuned: Hyperparameters = TUNED,
+    least_sequences: int = 8,
+    **explicit: int,
 ) -> BatchChoice | None:
-    return choose_batch(tuned, law, n_tokens, explicit, sequence_tokens=2048, ranks=ranks)
+    return choose_batch(tuned, law, n_tokens, explicit, sequence_tokens=2048, least_sequences=least_sequences)
 
 
 def found(choice: BatchChoice | None) -> BatchChoice:
@@ -53,10 +57,10 @@ def test_outside_every_law_the_batch_is_the_proxies(n_tokens: float) -> None:
     assert chosen(n_tokens) is None
 
 
-def test_a_smaller_batch_leaves_every_rank_a_whole_sequence(by_study: BatchLaw) -> None:
+def test_a_smaller_batch_is_whole_sequences_and_has_as_many_as_the_workers_need(by_study: BatchLaw) -> None:
     tuned = Hyperparameters(learning_rate=0.01, batch_tokens=2**21)
     assert found(chosen(8e8, by_study, tuned)).tokens == 2**17
-    assert found(chosen(8e8, by_study, tuned, ranks=128)).tokens == 2**18
+    assert found(chosen(8e8, by_study, tuned, least_sequences=128)).tokens == 2**18
     odd = Hyperparameters(learning_rate=0.01, batch_tokens=3 * 2**18)
     assert found(chosen(1e9, by_study, odd)).tokens % 2048 == 0
 
@@ -68,7 +72,7 @@ def test_rate_and_eps_transfer_both_ways_and_beta2_to_a_smaller_batch(by_study: 
     assert transferred.eps == pytest.approx(1e-8 / math.sqrt(8))
     assert transferred.beta2 == TUNED.beta2
     smaller = found(
-        choose_batch(transferred, by_study, 1e7, {"batch_tokens": 2**17}, sequence_tokens=2048, ranks=8)
+        choose_batch(transferred, by_study, 1e7, {"batch_tokens": 2**17}, sequence_tokens=2048, least_sequences=8)
     ).transfer(transferred)
     assert [smaller.learning_rate, smaller.eps] == pytest.approx([0.01, 1e-8])
     assert smaller.beta2**8 == pytest.approx(transferred.beta2), "the same half-life in tokens"

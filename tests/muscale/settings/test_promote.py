@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from muscale import StageError, StudyConfig
 from muscale.settings.parallelism import Parallelism
+from muscale.settings.promote import PromoteSettings
 
 MakeStudy = Callable[..., Path]
 
@@ -22,6 +24,26 @@ def test_how_a_full_run_is_laid_over_its_workers(make_study: MakeStudy) -> None:
     assert StudyConfig.read(micro, hybrid).promote.parallelism.grid(8) == (1, 2, 4, 1)
     uneven = ["promote.workers=6", "promote.tensor_parallel=2", "promote.micro_batch=2"]
     assert StudyConfig.read(micro, uneven).promote.workers == 6
+
+
+@pytest.mark.parametrize(
+    ("stated", "least"),
+    [
+        ({}, 16),
+        ({"tensor_parallel": 4, "context_parallel": 2}, 2),
+        ({"expert_parallel": 4}, 16),
+        ({"pipeline_parallel": 4}, 16),
+        ({"pipeline_parallel": 4, "pipeline_schedule": "dualpipe_v", "sharding": "zero2"}, 32),
+        ({"pipeline_schedule": "dualpipe_v"}, 16),
+        ({"tensor_parallel": 2, "sharding": "auto"}, 16),
+    ],
+)
+def test_workers_that_share_a_sequence_need_no_batch_with_one_for_each(stated: dict[str, Any], least: int) -> None:
+    settings = PromoteSettings.model_validate({"workers": 16, **stated})
+    assert settings.least_sequences == least
+    if not settings.open_layout:
+        fits = [any(settings.parallelism.unfit(16, sequences=n)) for n in (least - 1, least)]
+        assert fits == [True, False], "the least that the gate lets pass"
 
 
 def test_a_full_run_resumes_with_fewer_workers_only_in_whole_groups(make_study: MakeStudy) -> None:
