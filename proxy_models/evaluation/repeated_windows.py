@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from proxy_models.data.tokenizer import Tokens
 
 MEMORISATION = "memorisation"
+"""Name of the measure of these windows."""
 PREFIX_TOKENS = CONTINUATION_TOKENS = 32
 """Tokens of the two parts of a window, unless a measure states others."""
-"""Name of the measure of these windows."""
 HELD_OUT = "held out"
 """Name of the control: held-out text that does not occur in the training tokens."""
 MOST_WINDOWS = 1 << 23
