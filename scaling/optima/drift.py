@@ -211,7 +211,7 @@ def _worse_when_larger(table: pd.DataFrame, optima: dict[float, Optimum], along:
 
     The noise of a run is that about the size's parabola, or the scatter of the seeds at this value if that is larger: seeds
     scatter more at rates where runs become unstable, and the parabola has a level for each seed. A parabola without a degree of
-    freedom shows no noise, so the noise pooled over the other sizes stands in; without any, only a divergence counts as worse.
+    freedom shows no noise; it gets the noise pooled over the other sizes. If none shows noise, only a divergence counts as worse.
     """
     known = [optimum for optimum in optima.values() if optimum.dof]
     pooled = sum(o.dof * o.noise**2 for o in known) / sum(o.dof for o in known) if known else math.inf
