@@ -155,8 +155,9 @@ def test_a_driver_of_five_thousand_trials_is_flat_under_every_searcher_without_a
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("scheduler", ["none", "tune:MedianStoppingRule", "tune:HyperBandScheduler"])
-def test_a_driver_of_five_thousand_trials_is_flat_under_every_scheduler(tmp_path: Path, scheduler: str) -> None:
+@pytest.mark.parametrize("scheduler", ["none", "tune:HyperBandScheduler"])
+def test_a_driver_of_five_thousand_trials_is_flat_under_a_scheduler(tmp_path: Path, scheduler: str) -> None:
+    """Tune's median rule is not: at each result it averages those of every trial."""
     require_flat(windows(Ledger(tmp_path / "s.sqlite"), 5000, 500, searcher="random", scheduler=scheduler))
 
 

@@ -193,7 +193,9 @@ class _Replay:
         trial.rung, trial.is_diverged = event.rung, loss is None
         result = {**self._reports.of(event.rung, loss), "trial_id": trial.trial_id}
         trial.run_metadata.last_result = result
-        before = {each: each.latest_checkpoint_result for each in self.trials.values()}
+        # A member that copies another has another's result after this.
+        members = self.trials.values() if self._rules.settings.is_population else ()
+        before = {each: each.latest_checkpoint_result for each in members}
         if event.rung == self._rules.top:
             self._controller.stop_trial(trial)
             return
