@@ -95,6 +95,7 @@ def test_a_ramp_counts_and_a_stated_value_passes(found: Found) -> None:
         "plan.explicit.batch_tokens=8192",
         "plan.explicit.batch_doublings=8",
         "plan.explicit.batch_ramp_tokens=65536",
+        "promote.workers=1",  # a sequence begins the ramp
     )
     assert "beta1" in blocked(found(*ramp))
     assert "beta1" not in blocked(found(*ramp, "plan.explicit.beta1=0.9"))

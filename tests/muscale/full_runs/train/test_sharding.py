@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
+from muscale.errors import StageError
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.train.attempt import train
 from muscale.full_runs.train.sharding import Meshes, build_model, mesh_of
@@ -374,7 +375,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_is_built(make_run
     (reason,) = Parallelism(tensor_parallel=4).layout_errors(odd)
     assert reason == "tensor_parallel must divide the 30 positions of a sequence (context_length) of d_model=32, got 4"
     alone = replace(run, parallelism=Parallelism(tensor_parallel=2))
-    with pytest.raises(ValueError, match="tensor_parallel = 2"):
+    with pytest.raises(StageError, match="tensor_parallel"):
         train(alone)
 
 
