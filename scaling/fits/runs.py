@@ -61,7 +61,7 @@ OPTIONAL = ("stem", "regret", "annealed", "left_out", "noise", "compute_flops")
 ASSUMED = {
     "annealed": "every loss is that of an annealed run (no column annealed)",
     "regret": "every run is tuned (no column regret)",
-    "stem": "every row is a separate training run (no column stem)",
+    "stem": "every row is a separate training run, except repeats of another in every column (no column stem)",
 }
 """Assumption for each missing column."""
 _MOST_REASONS = 4
@@ -435,7 +435,7 @@ def _warnings(
     alike = np.append(same, False) | np.append(False, same)
     if repeated := int(runs[alike].astype(str).duplicated().sum()):
         found = "1 row repeats" if repeated == 1 else f"{repeated} rows repeat"
-        yield f"{found} another in every column, as further evidence of the same run"
+        yield f"{found} another in every column; rows that are equal count as one run"
     with np.errstate(over="ignore"):  # a loss may be near the largest float64
         precise = alike & (np.round(values[2], 3) != values[2])  # rounded losses of two seeds may well be equal
     if (copies := int(rows[precise].duplicated(["n_params", "n_tokens", "loss"]).sum())) > repeated:
