@@ -95,7 +95,7 @@ def _section(table: type[Any], path: str) -> Iterator[str]:
     if rows:
         yield from ["| key | value | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
     for found, below, hint, default, meaning in inner:
-        holder = get_origin(hint)
+        holder = get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
         yield {tuple: f"## [[{below}]]\n", dict: f"## [{below}.NAME]\n"}.get(holder, f"## [{below}]\n")
         needed = ["Required."] if default is ... else ["Off without this table."] if default is None else []
         said_of = [f"{meaning[0].upper()}{_escaped(meaning[1:])}."] if meaning else []

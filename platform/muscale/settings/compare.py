@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from muscale.settings.corpus import ONE_SOURCE, CorpusSettings
 from muscale.settings.plan import Stem
-from muscale.settings.strict import StrictTable, TableError, build_strictly
+from muscale.settings.strict import AllDiffer, StrictTable, TableError, build_strictly
 from proxy_models.architecture.member import Member
 from proxy_models.data.tokenizer import MIN_TRAINED_VOCAB
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -72,22 +71,16 @@ class CompareSettings(StrictTable):
     """[compare]: how variants are tuned, and the runs that compare them with the study."""
 
     rates: Annotated[int, Field(ge=MIN_RATES)] = 3  # the middle ones of [transfer]'s grid; one more if the grid is even
-    widths: tuple[PositiveInt, ...] = ()  # widths of the rate grids; none: the two smallest of transfer.widths
-    stems: tuple[Stem, ...] = ()  # each annealed once, at its end; none: those of [ladder]
+    # widths of the rate grids; none: the two smallest of transfer.widths
+    widths: Annotated[tuple[PositiveInt, ...], AllDiffer] = ()
+    stems: Annotated[tuple[Stem, ...], AllDiffer] = ()  # each annealed once, at its end; none: those of [ladder]
     # seeds of weights and data order, paired with the study's
-    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0, 1)
+    seeds: Annotated[tuple[int, ...], Field(min_length=1), AllDiffer] = (0, 1)
     # of the run that is decided on; none: the plan's, with one size the largest run's
     target_flops: PositiveFloat | None = None
     # least gain in compute, as a share, that is worth a change
     worth: Annotated[float, Field(ge=0, allow_inf_nan=False)] = WORTH
     error: Annotated[float, Field(gt=0, lt=1)] = ERROR  # probability that any promotion is wrong; or any rejection
-
-    @pydantic.field_validator("seeds", "widths")
-    @classmethod
-    def _differ(cls, values: tuple[int, ...]) -> tuple[int, ...]:
-        if len({*values}) < len(values):
-            raise ValueError("must all differ")
-        return values
 
 
 def changed(base: _Changed, changes: Mapping[str, Any]) -> _Changed:

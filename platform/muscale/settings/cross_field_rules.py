@@ -39,8 +39,6 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     problems += model_errors(config)
     one_size = config.initial_weights is not None
     problems += config.transfer.cross_field_errors(h, model.context_length, one_size=one_size)
-    if len(set(config.ladder.seeds)) != len(config.ladder.seeds):
-        problems.append(f"ladder.seeds: must all differ, got {list(config.ladder.seeds)}")
     problems += _axis_errors(config)
     problems += _shape_errors(config)
     problems += _mixture_errors(config)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self, get_type_hints
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from muscale.settings.strict import StrictTable, rule_of
+from muscale.settings.strict import AllDiffer, StrictTable, rule_of
 from proxy_models.architecture.families import M, ModelFamily
 from proxy_models.architecture.member import DROPPED
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS
@@ -69,7 +69,8 @@ class PlanSettings(StrictTable):
     # tokens read and written over the model's life, paid from the same budget
     served_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     max_epochs: Annotated[float, Field(ge=1)] | None = None  # over the corpus; none: as many as are worth their compute
-    shapes: tuple[Shape, ...] = ()  # shapes that the full run may have; none: any width, at the base's depth
+    # shapes that the full run may have; none: any width, at the base's depth
+    shapes: Annotated[tuple[Shape, ...], AllDiffer] = ()
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.005  # of the loss; sizes this close to the best are listed
     level: Annotated[float, Field(gt=0, lt=1)] = 0.9  # level of the forecast's interval
     # hyperparameters of the full run alone, instead of transferred ones

@@ -18,6 +18,16 @@ PositiveOrInfinite: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=True)
 """inf means no limit."""
 
 
+def _all_differ(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len({*values}) < len(values):
+        raise ValueError("must all differ")
+    return values
+
+
+AllDiffer = pydantic.AfterValidator(_all_differ)
+"""Rule of a list without repeated entries."""
+
+
 class TableError(ValueError):
     """A table that breaks rules; `lines` has a message for each."""
 
@@ -44,8 +54,8 @@ class StrictTable(BaseModel):
 
 
 def short_repr(value: object) -> str:
-    """A value as Python writes it, cut off if long."""
-    text = repr(value)
+    """A value as Python writes it, with lists as in the file, cut off if long."""
+    text = repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from muscale.settings.strict import StrictTable
+from muscale.settings.strict import AllDiffer, StrictTable
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import COOLING, ScheduleName
 from proxy_models.recipes.stages import CHANGEABLE
@@ -56,7 +56,8 @@ class SweepSettings(StrictTable):
     max_tokens: PositiveInt | None = None  # the sweep stops before it would exceed any of these
     max_flops: PositiveFloat | None = None  # likewise
     max_device_hours: PositiveFloat | None = None  # likewise
-    learn_from: tuple[str, ...] = ()  # other studies of the same corpus and family, or imported results
+    # other studies of the same corpus and family, or imported results
+    learn_from: Annotated[tuple[str, ...], AllDiffer] = ()
     seed: NonNegativeInt = 0  # of suggestions, weights and data order
     grid_points: PositiveInt = 3  # values of each hyperparameter, for searcher = "grid"
     space: Space = Field(default_factory=mup_adamw)  # without init_scale if the study has initial_weights

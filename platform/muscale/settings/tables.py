@@ -17,7 +17,7 @@ from muscale.settings.own_model import OwnModel
 from muscale.settings.plan import PlanSettings, Stem
 from muscale.settings.promote import PromoteSettings
 from muscale.settings.scores import ScoresSettings
-from muscale.settings.strict import PositiveOrInfinite, StrictTable, require_whole_or_fraction
+from muscale.settings.strict import AllDiffer, PositiveOrInfinite, StrictTable, require_whole_or_fraction
 from muscale.settings.sweep import SweepSettings
 from muscale.settings.trainer import TrainerSettings
 from muscale.settings.transfer import TransferSettings
@@ -45,8 +45,9 @@ class CheckSettings(StrictTable):
 class LadderSettings(StrictTable):
     """[ladder]: runs of several sizes and lengths for the law."""
 
-    stems: tuple[Stem, ...] = Field(min_length=1)
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)  # of weights and data order; every stem runs with each
+    stems: Annotated[tuple[Stem, ...], Field(min_length=1), AllDiffer]
+    # of weights and data order; every stem runs with each
+    seeds: Annotated[tuple[int, ...], Field(min_length=1), AllDiffer] = (0,)
     # branches of each run with smaller shares of their tokens in the corpus's last stage, for forecasts of a later start of that stage
     stage_branches: Annotated[int, Field(ge=0, le=20)] = 0
 

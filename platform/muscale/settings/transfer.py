@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from muscale.settings.strict import StrictTable
+from muscale.settings.strict import AllDiffer, StrictTable
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from scaling.optima.tokens_law import plural
@@ -41,24 +41,27 @@ class WideHorizon(StrictTable):
 class TransferSettings(StrictTable):
     """[transfer]: the learning-rate grid at several sizes and horizons, and grids of the hyperparameters in `over`."""
 
-    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]  # each gets a rate grid at every horizon up to 1
-    depths: tuple[PositiveInt, ...] = ()  # at the base width, such as [2, 4, 8]; none: only widths are checked
+    # each gets a rate grid at every horizon up to 1
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=1), AllDiffer]
+    # at the base width, such as [2, 4, 8]; none: only widths are checked
+    depths: Annotated[tuple[PositiveInt, ...], AllDiffer] = ()
     # of a mixture, at the base's width and depth, by model.n_experts; of them a token passes the base's share
-    experts: tuple[PositiveInt, ...] = ()
+    experts: Annotated[tuple[PositiveInt, ...], AllDiffer] = ()
     # likewise, by mlp_ratio / expert_ratio: finer experts, as many more of them, and as many more passed
-    granularities: tuple[PositiveFloat, ...] = ()
+    granularities: Annotated[tuple[PositiveFloat, ...], AllDiffer] = ()
     # likewise, by n_experts / experts_per_token, which stays; a law of experts counts total over active parameters instead
-    sparsities: tuple[PositiveFloat, ...] = ()
+    sparsities: Annotated[tuple[PositiveFloat, ...], AllDiffer] = ()
     n_tokens: PositiveInt  # of a run at horizon 1
     rates: Annotated[int, Field(ge=5)] = 7  # number of rates of a grid
     octaves: PositiveFloat = 4.0  # from the lowest rate to the highest, centred on the sweep's best
     # in units of n_tokens; those above 1 serve the horizon law, at the smallest width alone
-    horizons: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] = (0.25, 0.5, 1.0)
+    horizons: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1), AllDiffer] = (0.25, 0.5, 1.0)
     wide_horizon: WideHorizon | None = None  # gives the horizon law a second width; both widths share its exponent
-    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)  # every grid is trained with each
+    seeds: Annotated[tuple[int, ...], Field(min_length=1), AllDiffer] = (0,)  # every grid is trained with each
     # each hyperparameter is varied alone, at each width and the longest horizon of at most 1
     over: dict[str, OverSettings] = Field(default_factory=dict)
-    batches: tuple[PositiveInt, ...] = ()  # in tokens; each gets a rate grid at every horizon on the smallest width
+    # in tokens; each gets a rate grid at every horizon on the smallest width
+    batches: Annotated[tuple[PositiveInt, ...], AllDiffer] = ()
 
     @pydantic.field_validator("over", mode="before")
     @classmethod
@@ -93,10 +96,8 @@ class TransferSettings(StrictTable):
         """Broken rules across keys, one per line: `transfer.key: rule, got value`; with `one_size` no sizes are compared."""
         least = 1 if one_size else 2
         problems = [
-            *(problem for axis, sizes in self.sizes.items() for problem in _all_differ(plural(axis), sizes, least)),
-            *_all_differ("horizons", self.horizons, 1),
-            *_all_differ("seeds", self.seeds, 1),
-            *_all_differ("batches", self.batches, MIN_BATCHES),
+            *(problem for axis, sizes in self.sizes.items() for problem in _too_few(plural(axis), sizes, least)),
+            *_too_few("batches", self.batches, MIN_BATCHES),
         ]
         if self.wide_horizon and self.wide_horizon.width not in set(self.widths) - {min(self.widths)}:
             wider = sorted(set(self.widths) - {min(self.widths)})
@@ -120,9 +121,7 @@ class TransferSettings(StrictTable):
         return problems
 
 
-def _all_differ(key: str, values: Sequence[float], least: int) -> list[str]:
-    if len(set(values)) != len(values):
-        return [f"transfer.{key}: must all differ, got {list(values)}"]
+def _too_few(key: str, values: Sequence[float], least: int) -> list[str]:
     if 0 < len(values) < least:
         return [f"transfer.{key}: needs at least {least} to compare, got {list(values)}"]
     return []

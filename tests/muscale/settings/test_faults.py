@@ -96,6 +96,7 @@ transfer.over.init_scale.pionts=5 => transfer.over.init_scale.pionts | points?
 transfer.over.init_scale=5 => transfer.over.init_scale | got 5
 transfer.over.warmup_fraction=[0.1, 0.2, 0.4, 0.8, 1.6] => transfer.over.warmup_fraction | got 1.6
 transfer.over.init_scale={{at=[1, 2, 3, 4, 5], points=7}} => transfer.over.init_scale | points and octaves
+ladder.stems=[{{width=16, n_tokens=16384}}, {{width=16, n_tokens=16384}}] => ladder.stems | differ
 ladder.seeds=[3, 3] => ladder.seeds | differ | [3, 3]
 compare.seeds=[1, 1] => compare.seeds | differ
 compare.rates=2 => compare.rates | got 2
@@ -149,7 +150,7 @@ promote.context_parallel=2 ;; promote.pipeline_parallel=2 ;; promote.workers=6 =
 promote.shard_ranks=2 => promote | shard_ranks | "full"
 promote.precision=fp16 => promote.precision | fp16 | 2
 promote.evaluator_cpus=1.5 => promote | evaluator_cpus | 1.5
-scores.tasks=["a", "a"] => scores | tasks
+scores.tasks=["a", "a"] => scores.tasks | differ
 scores.workers=0 => scores.workers | 0
 scores.memorisation=true => scores.memorisation | context_length | 63 | got 32
 scores.workers=2 ;; promote.evaluation=async ;; promote.evaluator_gpus=0.5 => scores.workers | evaluator_gpus = 0.5 | got 2
