@@ -251,7 +251,7 @@ def traced(
             memory.hold("parameters", built.parameters())
             memory.hold("buffers", built.buffers())
             memory.hold("optimizer", (value for state in optimizer.state.values() for value in state.values()))
-            held_out = {"": EvaluationSet(sequences=sequences[: 2 * size].repeat(shares, 1), weight=1.0)}
+            held_out = {"": EvaluationSet(sequences=sequences[:1].expand(2 * size * shares, -1), weight=1.0)}
 
             def step() -> None:
                 with collectives:
