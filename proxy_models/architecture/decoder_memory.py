@@ -80,23 +80,23 @@ def training_memory(
         raise ValueError(f"optimizer must be one of {', '.join(MOMENTS)}, got {optimizer!r}")
     share = 1 if sharding == "none" else world_size
     if pipeline:
-        ranks = StageRank.all_of(config, precision, tensor_parallel, context_parallel, pipeline)
+        ranks = StageRank.all_of(config, precision, tensor_parallel, context_parallel, pipeline, shards=share)
         again = sharding in ("full", "hybrid")
         n_owners = world_size * tensor_parallel
         estimates = (
-            rank.memory(micro_batch, optimizer, share, n_owners, checkpointing, compiled=compiled, again=again)
+            rank.memory(micro_batch, optimizer, n_owners, checkpointing, compiled=compiled, again=again)
             for rank in ranks
         )
         return max(estimates, key=lambda estimate: estimate.total)
-    part = DecoderPart(config, precision, tensor_parallel, context_parallel, expert_ranks=expert_parallel)
+    part = DecoderPart(config, precision, tensor_parallel, context_parallel, expert_ranks=expert_parallel, shards=share)
     is_alone, whole = world_size * tensor_parallel == 1, sharding in ("none", "zero2")
-    buffers = part.copies(checkpointing) if is_alone else part.gathered(share, whole=whole)
+    buffers = part.copies(checkpointing) if is_alone else part.gathered(whole=whole)
     peak = max(part.moments(micro_batch, buffers, checkpointing, compiled=compiled), key=sum)
     return MemoryEstimate(
-        parameters=FP32 * part.n_held(share),
+        parameters=FP32 * part.n_held,
         gathered=peak.gathered,
-        gradients=FP32 * part.n_held(share),
-        optimizer=FP32 * part.n_moments(optimizer, share, world_size * tensor_parallel),
+        gradients=FP32 * part.n_held,
+        optimizer=FP32 * part.n_moments(optimizer, world_size * tensor_parallel),
         reduced=peak.reduced,
         activations=peak.activations,
     )
@@ -159,6 +159,8 @@ class StageRank:
         tensor_parallel: int,
         context_parallel: int,
         pipeline: PipelineShare,
+        *,
+        shards: int,
     ) -> Iterator[StageRank]:
         """Generate the devices of a pipeline that may need the most: of equal neighbours the outer two."""
         schedule, ranks = pipeline.schedule, pipeline.ranks
@@ -174,34 +176,33 @@ class StageRank:
         for rank, shape in enumerate(shapes):
             if 0 < rank < ranks - 1 and shapes[rank - 1] == shape == shapes[rank + 1]:
                 continue
-            blocks, *tables = shape
+            blocks, is_first, is_last = shape
             of_rank = of_blocks(config, *map(sum, zip(*blocks, strict=True)))
-            part = DecoderPart(of_rank, precision, tensor_parallel, context_parallel, *tables)
+            part = DecoderPart(of_rank, precision, tensor_parallel, context_parallel, is_first, is_last, shards=shards)
             yield cls(part, pipeline, rank, blocks)
 
     def memory(
         self,
         micro_batch: int,
         optimizer: str,
-        share: int,
         n_owners: int,
         checkpointing: Checkpointing,
         *,
         compiled: bool,
         again: bool,
     ) -> MemoryEstimate:
-        """Return the device's estimate, with 1/`share` of weights and moments; `again`: each forward pass gathers weights again.
+        """Return the device's estimate; `again`: each forward pass gathers weights again.
 
         `n_owners` is as for `DecoderPart.n_moments`.
         """
         part = self.part
-        moments = self._moments(micro_batch, checkpointing, compiled=compiled, again=again, share=share)
+        moments = self._moments(micro_batch, checkpointing, compiled=compiled, again=again)
         gradients, peak = max(moments, key=lambda moment: moment[0] + sum(moment[1]))
         return MemoryEstimate(
-            parameters=FP32 * (part.n_params // share),
+            parameters=FP32 * part.n_held,
             gathered=peak.gathered,
             gradients=gradients,
-            optimizer=FP32 * part.n_moments(optimizer, share, n_owners),
+            optimizer=FP32 * part.n_moments(optimizer, n_owners),
             reduced=peak.reduced,
             activations=peak.activations + self._at_edges(self.pipeline.sequences),
         )
@@ -214,13 +215,13 @@ class StageRank:
         edges = 2 * len(self.blocks) - self.part.has_embedding - self.part.has_readout
         return edges * sequences * self._stream
 
-    def evaluating(self, sequences: int, at_work: int, share: int) -> int:
+    def evaluating(self, sequences: int, at_work: int) -> int:
         """Bytes of an evaluation with a micro-batch of `sequences` for each rank of the pipeline.
 
         The weights are gathered, with a pass `at_work`, or while the last unit arrives and the buffer of another stays.
         """
         part, unit = self.part, self.largest_unit
-        arriving = part.compute * (2 * unit + part.put_together(share))
+        arriving = part.compute * (2 * unit + part.put_together)
         weights = part.compute * part.n_params + max(part.compute * unit + at_work, arriving)
         return weights + self._at_edges(self.pipeline.ranks * sequences)
 
@@ -236,7 +237,7 @@ class StageRank:
         return part.own_positions * (part.compute * part.config.d_model // part.ranks)
 
     def _moments(
-        self, micro_batch: int, checkpointing: Checkpointing, *, compiled: bool, again: bool, share: int
+        self, micro_batch: int, checkpointing: Checkpointing, *, compiled: bool, again: bool
     ) -> list[tuple[int, Moment]]:
         """Return the moments of a step that may be its peak, with the bytes of gradients, without what `_at_edges` counts."""
         part, number = self.part, self.pipeline.micro_batches(micro_batch)
@@ -273,7 +274,7 @@ class StageRank:
                 Moment(whole, late, in_all + in_block - again * (max(n_blocks) - 1) * kept),
             ]
             if again:  # the second block of a stage arrives, while the first block's buffer stays
-                arriving = part.n_params - part.n_last * part.block + 3 * part.block + part.put_together(share)
+                arriving = part.n_params - part.n_last * part.block + 3 * part.block + part.put_together
                 found.append(Moment(part.compute * arriving, 0, in_all - kept))
             if part.has_readout:
                 forward, backward = part.in_loss(n_positions)
@@ -315,7 +316,8 @@ def evaluation_memory(
     stage's weights may all be gathered; the buffers of training are freed before.
     """
     held = training.parameters + training.optimizer
-    part = DecoderPart(config, precision, tensor_parallel, context_parallel, expert_ranks=expert_parallel)
+    share = 1 if sharding == "none" else world_size
+    part = DecoderPart(config, precision, tensor_parallel, context_parallel, expert_ranks=expert_parallel, shards=share)
     n, table, block, experts = part.n_params, part.table, part.unit, part.block - part.unit
     stream = part.compute * config.d_model * sequences * part.own_positions // tensor_parallel
     shared = {
@@ -325,10 +327,10 @@ def evaluation_memory(
     }
     at_work = evaluation_bytes(config, sequences, precision, **shared)
     if pipeline:
-        ranks = StageRank.all_of(config, precision, tensor_parallel, context_parallel, pipeline)
-        most = max(rank.evaluating(sequences, at_work, world_size) for rank in ranks)
+        ranks = StageRank.all_of(config, precision, tensor_parallel, context_parallel, pipeline, shards=share)
+        most = max(rank.evaluating(sequences, at_work) for rank in ranks)
         return held + most + 2 * stream
-    copied = part.put_together(world_size)
+    copied = part.put_together
     if world_size * tensor_parallel == 1:
         moments = [(max(table, part.largest_matrix) * (precision != "fp32"), at_work)]
     elif sharding in ("none", "zero2"):

@@ -51,6 +51,8 @@ class DecoderPart:
 
     Attributes:
         has_embedding, has_readout: False if another stage of a pipeline has it; `config` then has this device's number of blocks.
+        shards: Devices over which FSDP2 shards the part. It pads the rows of a table or a matrix to a multiple of this number, in
+            each shard's memory, in gathered weights and in gradients that are reduced. All counts of parameters include this.
     """
 
     config: ModelConfig
@@ -60,6 +62,7 @@ class DecoderPart:
     has_embedding: bool = True
     has_readout: bool = True
     expert_ranks: int = 1
+    shards: int = 1
 
     @property
     def own_positions(self) -> int:
@@ -143,10 +146,11 @@ class DecoderPart:
         """Parameters of a block that are gathered together: without experts if devices share these out."""
         return self.block - (self.in_stacks if self.expert_ranks > 1 else 0)
 
-    def n_held(self, share: int) -> int:
-        """Return the parameters that the device keeps if they are sharded over `share` devices."""
+    @property
+    def n_held(self) -> int:
+        """Parameters that the device keeps."""
         stacks = self._groups["experts"]
-        return (self.n_params - stacks) // share + stacks // self._expert_share(share)
+        return (self.n_params - stacks) // self.shards + stacks // self._expert_share(self.shards)
 
     def _expert_share(self, share: int) -> int:
         """Devices over which the device's experts are sharded if other weights are over `share`."""
@@ -168,8 +172,18 @@ class DecoderPart:
         elsewhere = (() if self.has_embedding else ("embedding", "positions")) + (
             () if self.has_readout else ("readout",)
         )
-        groups = self.config.n_params_by_group
-        return groups | {"experts": groups["experts"] // self.expert_ranks} | dict.fromkeys(elsewhere, 0)
+        config, groups = self.config, dict(self.config.n_params_by_group)
+        groups["experts"] //= self.expert_ranks
+        matrices, _ = self._shapes
+        groups["mlp"] += sum(count * self._padding(rows) * columns for (rows, columns), count in matrices.items())
+        tables = {"embedding": config.vocab_size, "readout": config.vocab_size, "positions": config.context_length}
+        for table, rows in tables.items():
+            groups[table] += self._padding(rows) * groups[table] // rows
+        return groups | dict.fromkeys(elsewhere, 0)
+
+    def _padding(self, rows: int) -> int:
+        """Return the rows that FSDP2 adds to as many, over all devices that share products."""
+        return -(rows // self.ranks) % self.shards * self.ranks
 
     def _of_group(self, name: str) -> int:
         return self._groups[name] // self.ranks
@@ -188,20 +202,18 @@ class DecoderPart:
             whole_block_gradient=(FP32 + self.low) * self.largest_matrix,
         )
 
-    def put_together(self, share: int) -> int:
-        """Return the entries of a block's experts if `share` devices shard within experts, since FSDP2 copies these once more.
+    @property
+    def put_together(self) -> int:
+        """Entries of a block's experts if devices shard within experts, since FSDP2 copies these once more; else 0.
 
         It shards between experts if their number allows equal shards (`fsdp.shard`).
         """
-        return self.in_stacks if (self.config.n_experts or 0) % share else 0
+        return self.in_stacks if (self.config.n_experts or 0) % self.shards else 0
 
-    def gathered(self, share: int, *, whole: bool) -> Buffers:
-        """Return the buffers of one device among several, which gathers unit by unit, or the `whole` model at once.
-
-        The weights are sharded over `share` devices.
-        """
+    def gathered(self, *, whole: bool) -> Buffers:
+        """Return the buffers of one device among several, which gathers unit by unit, or the `whole` model at once."""
         positions, block = self.positions, self.unit
-        apart, copied = self.block - block, self.put_together(share)
+        apart, copied = self.block - block, self.put_together
         arriving = max(2 * block, block + 2 * apart + copied) if apart else 2 * block + copied
         return Buffers(
             at_readout=self.n_params if whole else positions + block + self.table,
@@ -238,13 +250,13 @@ class DecoderPart:
             Moment(prefetched, buffers.whole_block_gradient + tied, blocks - kept + stream),
         ]
 
-    def n_moments(self, optimizer: str, share: int, n_owners: int) -> int:
-        """Return the numbers of optimizer state on a device with 1/`share` of the parameters.
+    def n_moments(self, optimizer: str, n_owners: int) -> int:
+        """Return the numbers of optimizer state on the device.
 
         Adafactor keeps a mean for each row and column of a matrix on every device; its means of gains and biases are too few to count.
         SOAP keeps the state of whole matrices, on the `n_owners` devices that share them.
         """
-        config, width = self.config, self.config.d_model
+        config, width, share = self.config, self.config.d_model, self.shards
         if optimizer == "adafactor":
             tables = (1 if config.tied else self.has_embedding + self.has_readout) * (config.vocab_size + width)
             positions = config.context_length + width if config.positions == "learned" and self.has_embedding else 0

@@ -174,12 +174,13 @@ class Case:
         if pipeline := conditions.pop("pipeline", None):
             whole = conditions["sharding"] in ("none", "zero2")
             tensor, context = conditions["tensor_parallel"], conditions["context_parallel"]
-            of_stages = StageRank.all_of(self.model, self.precision, tensor, context, pipeline)
+            of_stages = StageRank.all_of(
+                self.model, self.precision, tensor, context, pipeline, shards=conditions["world_size"]
+            )
             traced = next(one for one in of_stages if one.rank == self.stage)
             return traced.memory(
                 SEQUENCES[self.shape],
                 self.optimizer,
-                conditions["world_size"],
                 conditions["world_size"] * conditions["tensor_parallel"],
                 self.checkpointing,
                 compiled=False,

@@ -10,6 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
@@ -20,13 +22,16 @@ from proxy_models.architecture.decoder_memory import (
     fitting,
     training_memory,
 )
+from proxy_models.architecture.families import family_of
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding, largest_micro_batch, least_memory
 from proxy_models.architecture.parametrization import OptimizerName, parametrize
 from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.architecture.stage_layout import PipelineSchedule
 from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training.fsdp import shard
 from proxy_models.training.optimizer import make_optimizer
 from proxy_models.training.precision import DTYPES
+from tests.muscale.fake_ranks import rank_of
 from tests.proxy_models.peak_memory import peak_bytes
 
 SEQUENCES = 4
@@ -154,6 +159,18 @@ def test_sharding_divides_the_memory_that_it_shards() -> None:
     assert (zero3.parameters, zero3.gradients) == (in_bf16.parameters, in_bf16.gradients)
     assert zero3 == hybrid
     assert whole.activations == zero2.activations
+
+
+def test_a_shard_of_rows_that_do_not_divide_evenly_has_as_many_as_the_first_rank() -> None:
+    config, ranks = ModelConfig(d_model=64, n_layers=2, mlp_ratio=2.5, vocab_size=100), 48
+    with rank_of(0, ranks):
+        model = Decoder(config)
+        shard(model, family_of(config), init_device_mesh("cpu", (ranks,)))
+        held = sum(cast(DTensor, parameter).to_local().nbytes for parameter in model.parameters())
+    found = training_memory(config, micro_batch=1, sharding="full", world_size=ranks)
+    assert found.parameters == pytest.approx(held, rel=0.01)
+    whole = training_memory(config, micro_batch=1, sharding="zero2", world_size=ranks)
+    assert whole.gathered == pytest.approx(ranks * held, rel=0.01), "padding is gathered too"
 
 
 def test_checkpointing_and_low_precision_keep_less() -> None:
