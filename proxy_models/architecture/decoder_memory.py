@@ -261,7 +261,8 @@ class StageRank:
         late = part.compute * part.largest_matrix  # gradient of the MLP's last matrix
         apart = KEPT_APART.get(self.pipeline.schedule, 1.0)
         # At the end of a step FSDP2 copies gradients into a buffer for their reduction.
-        ending = Moment(whole - part.compute * self.largest_unit, FP32 * self.largest_unit, part.bias_bytes)
+        reducing = FP32 * (self.largest_unit + part.reordered)
+        ending = Moment(whole - part.compute * self.largest_unit, reducing, part.bias_bytes)
         params = self._params_of_stages
         in_time = in_flight(self.pipeline.schedule, self.rank, self.pipeline.ranks, number)
         together = max(sum(map(mul, has_gradients, params)) for _, has_gradients in in_time)

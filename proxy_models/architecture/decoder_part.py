@@ -210,6 +210,14 @@ class DecoderPart:
         """
         return self.in_stacks if (self.config.n_experts or 0) % self.shards else 0
 
+    @property
+    def reordered(self) -> int:
+        """Entries of a block's last gradient if devices shard within experts; else 0.
+
+        FSDP2's `foreach_reduce` then reorders gradients, and holds the last until the block's are in the buffer for their reduction.
+        """
+        return self.largest_matrix if self.put_together else 0
+
     def gathered(self, *, whole: bool) -> Buffers:
         """Return the buffers of one device among several, which gathers unit by unit, or the `whole` model at once."""
         positions, block = self.positions, self.unit
