@@ -98,12 +98,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Nothing compiled and nothing counted; the limits that `compilation.configure` sets are put back at the end."""
+    """Nothing compiled and nothing counted; the settings that `compilation.configure` sets are put back at the end."""
     from torch._dynamo import config, reset  # slow to import, and of few tests
     from torch._dynamo.utils import counters
 
     # Not by pytest's monkeypatch, which deletes what it does not find in a module's `__dict__`, as torch's settings.
-    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
+    limits = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
+    names = (*limits, "skip_fwd_side_effects_in_bwd_under_checkpoint")
     with config.patch({name: getattr(config, name) for name in names}):
         reset()
         counters.clear()

@@ -22,5 +22,6 @@ def idle_experts(dead: ArrayLike, *, least_steps: int = 1) -> str | None:
         return None
     return (
         f"in each of the last {len(last)} steps at least {least} of the experts of all blocks got no token; "
-        "a larger model.balance_rate or model.balance_loss moves tokens to them"
+        "a larger model.balance_rate or model.balance_loss moves tokens to them; for transformers' mixtures, "
+        "output_router_logits = true and a larger router_aux_loss_coef in model.args do"
     )

@@ -13,7 +13,7 @@ import inspect
 import math
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
 from fractions import Fraction
@@ -118,6 +118,17 @@ def _require_forward(family: ConfigFamily) -> None:
         model = family.build(width, 1)
         with family._refusing(d_model=width, n_layers=1):
             model(torch.zeros(1, min(family.context_length, _TRIED_TOKENS), dtype=torch.int64))
+
+
+@cache
+def _routers(family: ConfigFamily, depth: int) -> list[str]:
+    """Return the names of the routers of a member of this depth."""
+    if not family._has_experts:
+        return []
+    import torch
+
+    with torch.device("meta"):
+        return router_names(family.build(family.width_step, depth))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +261,19 @@ class ConfigFamily(Family):
             options["experts_implementation"] = IMPLEMENTATION
         with self._refusing(d_model=width, n_layers=depth):
             network = AutoModelForCausalLM.from_config(self.config(width, depth), **options)
-            return CausalLM(network, router_names(network) if self._asks_for_balance else ())
+            routers = router_names(network) if self._has_experts else ()
+            return CausalLM(network, routers, has_auxiliary_loss=self._asks_for_balance)
+
+    def end_step(
+        self, model: nn.Module, member: Member, *, taken: bool | Tensor, mean: Callable[[Tensor], Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return the `routing_figures` of the step."""
+        if not (routers := _routers(self, member.n_layers)):
+            return {}
+        from proxy_models.architecture.experts import routing_figures, take_counts
+
+        config = self._pattern
+        return routing_figures(take_counts(model, routers, config.num_experts, mean), config.num_experts_per_tok)
 
     def member(self, width: int, depth: int) -> Member:
         """Return the member of this width and depth. The first call also checks by a forward pass that the sizes fit together.

@@ -6,7 +6,7 @@ without a loss (Wang et al., arXiv 2408.15664): a bias on each expert's score, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,7 +31,7 @@ class Routing(NamedTuple):
         chosen: Experts of each token, (tokens, experts_per_token).
         gates: Their weights, which sum to 1 (under "sqrt_gate", their squares do), fp32, as `chosen`.
         load: Tokens of each expert, (n_experts,), int64.
-        entropy: Sum over tokens of the entropy of the normalised scores, nats.
+        counts: Entries to add to the router's `routed`.
         penalty: Terms that the router adds to the training loss.
     """
 
@@ -39,7 +39,7 @@ class Routing(NamedTuple):
     chosen: Tensor
     gates: Tensor
     load: Tensor
-    entropy: Tensor
+    counts: Tensor
     penalty: Tensor
 
 
@@ -76,8 +76,7 @@ class Router(nn.Module):
             gates = gates.sqrt()
         load = load_of(chosen, len(self.weight))
         shares = scores / scores.sum(-1, keepdim=True)
-        entropy = torch.special.entr(shares.detach()).sum()
-        return Routing(logits, chosen, gates, load, entropy, self._penalty(logits, shares, load))
+        return Routing(logits, chosen, gates, load, counts_of(load, shares), self._penalty(logits, shares, load))
 
     def _penalty(self, logits: Tensor, shares: Tensor, load: Tensor) -> Tensor:
         """Return the z-loss (Zoph et al., arXiv 2202.08906, eq. 5) and the balance loss (Fedus et al., arXiv 2101.03961, eq. 4).
@@ -153,14 +152,19 @@ class RoutedMLP(nn.Module):
             mixed = mixed + self.shared(x)
             if config.expert_scheme == "sqrt_gate":  # routed and shared experts have equal parts of the variance
                 mixed = mixed * 0.5**0.5
-        routed = torch.cat([load.float(), routing.entropy[None]])
-        return mixed, routed, routing.penalty
+        return mixed, routing.counts, routing.penalty
 
 
 def load_of(chosen: Tensor, n_experts: int) -> Tensor:
     """Return the tokens of each expert, (n_experts,), int64, without a wait for the device; `chosen` has the experts of each token."""
     ones = torch.ones_like(chosen).flatten()
     return ones.new_zeros(n_experts).index_add(0, chosen.flatten(), ones)
+
+
+def counts_of(load: Tensor, shares: Tensor) -> Tensor:
+    """Return the load of each expert, and the sum over tokens of the entropy of their shares (tokens, n_experts), (n_experts + 1,)."""
+    entropy = torch.special.entr(shares.detach()).sum()
+    return torch.cat([load.float(), entropy[None]])
 
 
 def through_experts(tokens: Tensor, chosen: Tensor, gates: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
@@ -219,39 +223,54 @@ class _Permuted(torch.autograd.Function):
 def balance(
     model: nn.Module, config: ModelConfig, *, taken: bool | Tensor, mean: Callable[[Tensor], Tensor]
 ) -> Mapping[str, Tensor]:
-    """Move the biases of all routers after a step, set their counts to zero, and return figures of the step's routing.
+    """Move the biases of all routers after a step, and return the `routing_figures` of the step.
 
-    A bias moves by `balance_rate` towards equal loads, by the sign of mean load - load (arXiv 2408.15664, algorithm 1). Buffers are
-    found by name, since a rank of a pipeline has some of the routers.
+    A bias moves by `balance_rate` towards equal loads, by the sign of mean load - load (arXiv 2408.15664, algorithm 1).
 
     Args:
         taken: Whether the step was taken; only then do biases move.
         mean: Function that averages a tensor over ranks, each with other tokens, blocks or both.
+    """
+    routers = [f"blocks.{layer}.mlp.router" for layer in range(config.first_dense_layers, config.n_layers)]
+    counted = take_counts(model, routers, cast(int, config.n_experts), mean)
+    load = counted[:, :-1]
+    # Rounded, since a load that equals the mean must do so after a division by any number of ranks.
+    moves = (1 - load / load.mean(dim=1, keepdim=True)).round(decimals=9).sign() * config.balance_rate * taken
+    biases = dict(model.named_buffers())
+    for router, move in zip(routers, moves, strict=True):
+        if (bias := biases.get(f"{router}.{BALANCE_BIAS}")) is not None:
+            bias += move
+    return routing_figures(counted, config.experts_per_token)
+
+
+@torch.no_grad()
+def take_counts(model: nn.Module, routers: Sequence[str], n_experts: int, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the buffers `routed` of routers, averaged over ranks, (routers, n_experts + 1), and set them to zero.
+
+    Buffers are found by name, since a rank of a pipeline has some of the routers.
+    """
+    buffers, device = dict(model.named_buffers()), next(model.parameters()).device
+    of_all = torch.zeros(len(routers), n_experts + 1, device=device, dtype=torch.float64)
+    for row, router in zip(of_all, routers, strict=True):
+        if (counted := buffers.get(f"{router}.{ROUTED}")) is not None:
+            row.copy_(counted)
+            counted.zero_()
+    return mean(of_all)
+
+
+def routing_figures(counted: Tensor, experts_per_token: int) -> Mapping[str, Tensor]:
+    """Return figures of a step's routing from its counts, (blocks with experts, n_experts + 1), as `Family.end_step` returns them.
 
     Returns:
         Zero-dimensional tensors: `router_entropy` (mean over tokens and blocks, nats), `largest_load` (of any expert, over the mean
         load) and `dead_experts` (number of experts that got no token, in all blocks); and `expert_loads`, over the mean load of each
         block, (blocks with experts, n_experts).
     """
-    buffers = dict(model.named_buffers())
-    routed = {int(name.split(".")[1]): buffer for name, buffer in buffers.items() if name.endswith(f".{ROUTED}")}
-    like = next(iter(routed.values()), None)
-    if like is None:
-        like = next(model.parameters()).new_zeros(cast(int, config.n_experts) + 1, dtype=torch.float32)
-    of_all = torch.zeros(config.n_layers, len(like), device=like.device, dtype=torch.float64)
-    for layer, counted in routed.items():
-        of_all[layer] = counted
-        counted.zero_()
-    of_all = mean(of_all)[config.first_dense_layers :]
-    load = of_all[:, :-1]
-    average = load.mean(dim=1, keepdim=True)
-    # Rounded, since a load that equals the mean must do so after a division by any number of ranks.
-    moves = (1 - load / average).round(decimals=9).sign() * config.balance_rate * taken
-    for layer in routed:
-        buffers[f"blocks.{layer}.mlp.router.{BALANCE_BIAS}"] += moves[layer - config.first_dense_layers]
+    load = counted[:, :-1]
+    relative = load / load.mean(dim=1, keepdim=True)
     return {
-        "router_entropy": of_all[:, -1].sum() * config.experts_per_token / load.sum(),
-        "largest_load": (load / average).max(),
+        "router_entropy": counted[:, -1].sum() * experts_per_token / load.sum(),
+        "largest_load": relative.max(),
         "dead_experts": (load == 0).sum().float(),
-        "expert_loads": load / average,
+        "expert_loads": relative,
     }

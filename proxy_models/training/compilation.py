@@ -36,12 +36,16 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 def configure() -> None:
-    """Let one process compile many shapes, and make recompilation beyond that an error instead of a silent eager fallback."""
+    """Let one process compile many shapes, and make recompilation beyond that an error instead of a silent eager fallback.
+
+    What hooks hold of a forward pass, its recomputation does not repeat; torch otherwise leaves such a block out of the graph.
+    """
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.accumulated_recompile_limit = 4096
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def pays(n_tokens: int) -> bool:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from proxy_models.architecture.config_family import ConfigFamily
+from proxy_models.architecture.experts import ROUTED
 from proxy_models.architecture.families import ModelFamily, build, load
 from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.member import ModuleConfig
@@ -16,6 +22,7 @@ from proxy_models.architecture.parametrization import TensorClass
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import stem
+from proxy_models.training import compilation
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import initialize, make_optimizer
 from proxy_models.training.traced_memory import traced_memory
@@ -127,6 +134,92 @@ def test_a_step_is_one_graph_and_rounds_to_bf16(each: ConfigFamily) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
     asked.set_precision(model, torch.bfloat16)
     torch.testing.assert_close(loss(model, TOKENS), eager, rtol=2e-2, atol=0)
+
+
+def routed(model: nn.Module) -> list[Tensor]:
+    return [buffer for name, buffer in model.named_buffers() if name.endswith(f".{ROUTED}")]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_routers_count_each_training_pass_once_and_no_evaluation(each: ConfigFamily, checkpointing: Any) -> None:
+    model, config = each.build(32, 3), each.config(32, 3)
+    each.set_checkpointing(model, checkpointing)
+    for part in torch.split(TOKENS, 2):
+        torch.autograd.backward(each.training_loss(model, part))
+    before = torch.stack(routed(model))
+    model.eval()
+    each.training_loss(model, TOKENS)
+    torch.testing.assert_close(torch.stack(routed(model)), before)
+    with torch.no_grad():
+        logits = cast(Any, model).network(input_ids=TOKENS[:, :-1], output_router_logits=True).router_logits
+    for counted, of_block in zip(before, logits, strict=True):
+        chosen = of_block.topk(config.num_experts_per_tok).indices.flatten()
+        assert counted[:-1].tolist() == chosen.bincount(minlength=config.num_experts).tolist()
+        torch.testing.assert_close(counted[-1], -(of_block.softmax(-1) * of_block.log_softmax(-1)).sum())
+        assert counted[:-1].sum() == 4 * 32 * config.num_experts_per_tok
+
+
+def test_figures_of_routers_that_score_all_experts_alike(each: ConfigFamily) -> None:
+    model, config = each.build(32, 2), each.config(32, 2)
+    for block in cast(Any, model).network.model.layers:
+        torch.nn.init.zeros_(block.mlp.gate.weight)
+    each.training_loss(model, TOKENS)
+    figures = dict(each.end_step(model, each.member(32, 2), taken=True, mean=lambda counted: counted))
+    loads = figures.pop("expert_loads")
+    n_experts, per_token = config.num_experts, config.num_experts_per_tok
+    assert loads.shape == (2, n_experts)
+    torch.testing.assert_close(loads.sum(1), torch.full((2,), n_experts).double())
+    assert {name: float(figure) for name, figure in figures.items()} == {
+        "router_entropy": pytest.approx(math.log(n_experts)),
+        "largest_load": pytest.approx(n_experts / per_token),  # equal scores send all tokens to the same experts
+        "dead_experts": 2 * (n_experts - per_token),
+    }
+    assert not torch.stack(routed(model)).any()
+
+
+def test_only_blocks_with_experts_have_figures(corpus: Corpus) -> None:
+    made = family("Qwen3MoeConfig", decoder_sparse_step=2)
+    model = made.build(32, 4)
+    made.training_loss(model, TOKENS)
+    figures = made.end_step(model, made.member(32, 4), taken=True, mean=lambda counted: counted)
+    assert figures["expert_loads"].shape == (2, 8)
+    assert figures["expert_loads"].isfinite().all()
+    for dense in (made, family("Qwen3Config")):
+        model = dense.build(32, 1)
+        assert not routed(model)
+        assert not dense.end_step(model, dense.member(32, 1), taken=True, mean=lambda counted: counted)
+
+
+def test_the_curve_of_a_proxy_has_the_figures_of_its_routers(each: ConfigFamily, corpus: Corpus) -> None:
+    numerics, n_experts = numerics_of(each, corpus, width=32), each.config(32, 2).num_experts
+    table = Trainer(corpus, compile=False).train(numerics, stem(VALUES.resolve(4 * 128), 4 * 128)).curve.table()
+    assert table["router_entropy"].between(0.75 * math.log(n_experts), math.log(n_experts)).all()
+    assert table["largest_load"].between(1, n_experts / 2).all()
+    assert table["dead_experts"].between(0, 2 * n_experts).all()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about torch's own code
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_blocks_share_their_graphs_and_count_as_eager_ones(
+    each: ConfigFamily, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compilation.configure()
+    made = replace(each, output_router_logits=True)  # type: ignore[call-arg]
+    eager = made.build(32, 3)
+    compiled = copy.deepcopy(eager)
+    for model in (eager, compiled):
+        made.set_checkpointing(model, checkpointing)
+    for block in made.blocks_of(compiled):
+        made.compile_block(block, outside_recomputing=False)
+    counters.clear()
+    for model in (eager, compiled):
+        for part in torch.split(TOKENS, 2):
+            torch.autograd.backward(made.training_loss(model, part))
+    assert (counters["stats"]["unique_graphs"], counters["graph_break"]) == (3, {})  # the block and its two hooks
+    torch.testing.assert_close(routed(compiled), routed(eager))
+    assert all(int(counted[:-1].sum()) == 4 * 32 * 2 for counted in routed(compiled))
 
 
 def test_muon_moves_stacks_and_adamw_routers(each: ConfigFamily, corpus: Corpus) -> None:

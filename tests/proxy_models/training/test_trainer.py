@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from proxy_models.architecture.config import as_decoder
 from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
+from proxy_models.architecture.experts import counts_of, load_of, routing_figures, take_counts
 from proxy_models.architecture.families import ModelFamily
 from proxy_models.architecture.family import FamilyError
 from proxy_models.architecture.parametrization import OptimizerName
@@ -523,3 +524,48 @@ def test_a_family_s_own_state_in_buffers_is_kept_between_segments(
     means = np.concatenate([half.curve.figures["mean"], resumed.curve.figures["mean"]])
     assert np.all(np.diff(means) > 0)
     assert np.array_equal(means, uninterrupted.curve.figures["mean"])
+
+
+class Gated(nn.Module):
+    """A block whose router, a parameter, sends each token to two of four gains."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.RMSNorm(width), nn.Linear(width, width, bias=False)
+        self.router = nn.Parameter(torch.randn(4, width))
+        self.register_buffer("routed", torch.zeros(5), persistent=False)
+
+    def forward(self, stream: Tensor, branch: Tensor) -> Tensor:
+        normed = self.norm(stream)
+        shares = (normed @ self.router.T).softmax(-1).flatten(0, -2)
+        gates, chosen = shares.topk(2)
+        if self.training:
+            cast(Tensor, self.routed).add_(counts_of(load_of(chosen, 4), shares))
+        return cast(Tensor, stream + branch * self.layer(normed) * gates.sum(1).view(*stream.shape[:-1], 1))
+
+
+class Gating(Recurrent):
+    """Family of such networks."""
+
+    def build(self, width: int, depth: int) -> Network:
+        network = Network(self.vocab_size, width, depth)
+        network.layers = nn.ModuleList(Gated(width) for _ in range(depth))
+        return network
+
+    def tensor_classes(self, width: int, depth: int) -> dict[str, str]:
+        return {f"layers.{number}.router": "router" for number in range(depth)}
+
+    def end_step(self, model: Any, member: Any, *, taken: Any, mean: Any) -> Mapping[str, Tensor]:
+        routers = [f"layers.{number}" for number in range(member.n_layers)]
+        return routing_figures(take_counts(model, routers, 4, mean), 2)
+
+
+def test_a_custom_mixture_reports_its_routing(
+    trainer: Trainer, numerics: Numerics, hyperparameters: Hyperparameters
+) -> None:
+    model = Gating(vocab_size=256, context_length=32).member(16, 3)
+    numerics = replace(numerics, model=model, base=model)
+    table = trainer.train(numerics, stem(hyperparameters.resolve(4 * BATCH), 4 * BATCH)).curve.table()
+    assert table["router_entropy"].between(0.1, np.log(4)).all()
+    assert table["largest_load"].between(1, 2).all()
+    assert table["dead_experts"].between(0, 6).all()

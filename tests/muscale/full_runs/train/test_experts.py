@@ -26,6 +26,7 @@ from muscale.full_runs.train.attempt import train
 from muscale.settings.parallelism import Parallelism
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.experts import BALANCE_BIAS
+from proxy_models.architecture.families import load
 from proxy_models.architecture.memory import Checkpointing
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.corpus_writing import write_corpus
@@ -37,6 +38,7 @@ from proxy_models.training.numerics import Numerics
 from tests.muscale.conftest import write_text
 from tests.muscale.forked_ranks import BATCH, interrupt, result, rows
 from tests.muscale.gloo_ranks import GlooRanks
+from tests.proxy_models.families import TRANSFORMERS
 from tests.quick import quick_and_soak
 
 STEPS = 6
@@ -103,10 +105,15 @@ def require_same(run: FullRun, whole: FullRun, *, rtol: float) -> None:
     np.testing.assert_allclose(losses(run), losses(whole), rtol=rtol)
     np.testing.assert_allclose(norms(run), norms(whole), rtol=10 * rtol)
     assert biases(run) == biases(whole)
+    assert biases(run)
+    require_same_figures(run, whole)
+
+
+def require_same_figures(run: FullRun, whole: FullRun) -> None:
+    """Require the same figures of routers, as the step log and the report have them."""
     # Rounding may send a token elsewhere whose experts score alike.
     for name in ("router_entropy", "largest_load", "dead_experts"):
         np.testing.assert_allclose([row[name] for row in rows(run)], [row[name] for row in rows(whole)], rtol=0.02)
-    assert biases(run)
     loads = RunRecords(run.directory).expert_loads()
     assert loads
     np.testing.assert_allclose(loads, rows(whole)[-1]["expert_loads"], atol=0.1)
@@ -175,6 +182,28 @@ def test_a_layout_has_the_steps_and_the_balance_of_one_process_which_continues_t
     train(alone)
     assert result(alone)["resumed_from"] == BATCH * 3
     require_same(alone, whole, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_experts", "parallelism"),
+    [
+        ("Qwen3MoeConfig", 8, Parallelism(checkpointing="full")),
+        ("MixtralConfig", 4, Parallelism(sharding="none", pipeline_parallel=2)),
+    ],
+)
+@pytest.mark.usefixtures("transformers")
+def test_mixtures_of_transformers_have_the_figures_of_one_process(
+    make_run: MakeRun, gloo_ranks: GlooRanks, name: str, n_experts: int, parallelism: Parallelism
+) -> None:
+    family = load(f"transformers:{name}")(vocab_size=256, context_length=32, **TRANSFORMERS[name])
+    whole = make_run()
+    numerics = replace(whole.numerics, model=family.member(32, 2), base=family.member(16, 2))
+    whole = replace(whole, numerics=numerics)
+    train(whole)
+    run = replace(whole, directory=whole.directory.with_name("spread"), parallelism=parallelism, micro_batch=2)
+    gloo_ranks.train(run, 2)
+    require_same_figures(run, whole)
+    assert np.shape(rows(run)[-1]["expert_loads"]) == (2, n_experts)
 
 
 @pytest.mark.compiler
