@@ -3,7 +3,9 @@
 A module's output hides a tensor with a small part in it, and a tensor that a function uses has no recorded output.
 Features move by the same amount at every width if weights and updates have a largest singular value of about √(fan_out / fan_in)
 (Yang, Simon and Bernstein, arXiv 2310.17813, condition 1). Between widths that ratio is constant for a hidden matrix, grows as the
-width for an embedding, and falls as 1/width for a readout, whose multiplier is part of it, and for a router, which has none.
+width for an embedding, and falls as 1/width for a readout, whose multiplier is part of it, and for a router, which has none. The ratio
+of a hidden matrix is that of its shape and not of its class, so that a router which was taken for a hidden matrix is found under any
+optimizer: Muon's update of it is as large as that of a hidden matrix.
 """
 
 from __future__ import annotations
@@ -61,15 +63,14 @@ class Norms:
     def _norm(self, name: str, values: Tensor) -> float:
         if not bool(values.isfinite().all()):
             return math.nan
-        is_stack = self._classes[name] is TensorClass.HIDDEN_STACK
-        largest = float(torch.linalg.matrix_norm(values if is_stack else values.flatten(1), ord=2).max())
+        matrices = values if self._classes[name] is TensorClass.HIDDEN_STACK else values.flatten(1)
+        largest = float(torch.linalg.matrix_norm(matrices, ord=2).max())
         match self._classes[name]:
-            case TensorClass.HIDDEN | TensorClass.HIDDEN_STACK:
-                return largest
+            case TensorClass.HIDDEN | TensorClass.HIDDEN_STACK | TensorClass.ROUTER:
+                outputs, inputs = matrices.shape[-2:]
+                return largest * math.sqrt(inputs / outputs)
             case TensorClass.EMBEDDING:
                 return largest / math.sqrt(self._width)
-            case TensorClass.ROUTER:
-                return largest * math.sqrt(self._width)
         return largest * self._readout * math.sqrt(self._width)
 
 
