@@ -32,6 +32,10 @@ from proxy_models.architecture.sharded import first_row, is_sharded, own, within
 from proxy_models.data.uncounted import sequence_ids
 
 
+class LogitsError(ValueError):
+    """Error for a model that returns something else than logits of each sequence and position."""
+
+
 def whole_cross_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -76,9 +80,19 @@ def sequence_loss(model: nn.Module, sequences: Tensor, scale: Tensor | None = No
     """Return any model's mean cross-entropy on (batch, time + 1) tokens, each predicted from those before it, nats per token.
 
     `scale` is that of `proxy_models.architecture.family.Loss`.
+
+    Raises:
+        LogitsError: If the model returns something else than logits (batch, time, vocab_size).
     """
     tokens, targets, weights = shifted(sequences, scale)
-    return whole_cross_entropy(model(tokens), targets, weights)
+    logits = model(tokens)
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
+        found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise LogitsError(
+            f"{type(model).__name__}: forward must return logits of shape ({len(targets)}, {targets.shape[1]}, vocab_size) for tokens "
+            f"of shape {tuple(tokens.shape)}, got {found}"
+        )
+    return whole_cross_entropy(logits, targets, weights)
 
 
 def chunked_cross_entropy(

@@ -491,8 +491,23 @@ def _shapes(family: Family, width: int, depth: int, base_width: int) -> dict[str
             raise FamilyError(
                 f"{type(family).__name__}.{attribute} must name a module of {type(target).__name__}, got {name!r}; it has {found}"
             )
-    weight = target.get_submodule(family.readout).weight
-    return module_shapes(
+    for name, parameter in target.named_parameters():
+        if not parameter.requires_grad:
+            raise FamilyError(
+                f"{name}: a parameter must be trained, because a run gives it random initial values; got requires_grad = False; "
+                "register it as a buffer, whose values are kept"
+            )
+        if parameter.dtype != torch.float32:
+            raise FamilyError(
+                f"{name}: parameters must be built in float32, in which their updates are summed; got {parameter.dtype}; "
+                "numerics.precision sets the dtype of the model's products"
+            )
+    if sparse := [name for name, module in target.named_modules() if getattr(module, "sparse", False)]:
+        raise FamilyError(
+            f"{', '.join(sparse)}: gradients must be dense, to be clipped and averaged; got sparse = True"
+        )
+    weight = target.get_parameter(f"{family.readout}.weight")
+    shapes = module_shapes(
         target,
         base,
         delta,
@@ -500,6 +515,11 @@ def _shapes(family: Family, width: int, depth: int, base_width: int) -> dict[str
         block_prefix=f"{family.blocks}.",
         classes=family.tensor_classes(width, depth),
     )
+    if (n_outputs := weight.shape[0]) < family.vocab_size:
+        raise FamilyError(
+            f"{family.readout}: must have an output for each of {family.vocab_size} tokens, got {n_outputs}"
+        )
+    return shapes
 
 
 @cache

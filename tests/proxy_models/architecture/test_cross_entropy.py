@@ -13,7 +13,12 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from proxy_models.architecture import decoder, memory
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.cross_entropy import chunked_cross_entropy, sequence_loss, whole_cross_entropy
+from proxy_models.architecture.cross_entropy import (
+    LogitsError,
+    chunked_cross_entropy,
+    sequence_loss,
+    whole_cross_entropy,
+)
 from proxy_models.architecture.decoder import Decoder, next_token_loss, training_loss
 from proxy_models.architecture.memory import Precision
 from proxy_models.training.precision import DTYPES
@@ -180,3 +185,15 @@ def test_a_graph_has_one_node_for_all_chunks(monkeypatch: pytest.MonkeyPatch) ->
         plain = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets), (hidden, weight))
         torch.testing.assert_close(gradients, plain)
     assert nodes[:2] == nodes[2:], "64 chunks took more nodes than one"
+
+
+@pytest.mark.parametrize(
+    "change", [lambda logits: (logits, 0), lambda logits: logits.mT, lambda logits: logits.transpose(0, 1)]
+)
+def test_what_is_not_logits_of_each_sequence_and_position_is_refused(change: Callable[[Tensor], Any]) -> None:
+    """Logits with the time first would be compared with the targets of other sequences."""
+    ids = torch.randint(7, (3, 6))
+    table = torch.randn(7, 7)
+    assert float(sequence_loss(lambda tokens: table[tokens], ids)) > 0  # type: ignore[arg-type]
+    with pytest.raises(LogitsError):
+        sequence_loss(lambda tokens: change(table[tokens]), ids)  # type: ignore[arg-type]

@@ -494,6 +494,49 @@ def test_buffers_that_differ_between_two_builds_are_refused() -> None:
     assert seeded.parametrization(member, member).rules
 
 
+def freeze(network: Network) -> str:
+    """Give a table of positions that is not trained."""
+    network.positions = nn.Embedding(32, network.norm.weight.numel()).requires_grad_(False)
+    return "positions.weight"
+
+
+def round_block(network: Network) -> str:
+    """Put a block into bf16."""
+    network.layers[1].to(torch.bfloat16)
+    return "layers.1.norm.weight"
+
+
+def make_sparse(network: Network) -> str:
+    """Give the embedding sparse gradients."""
+    network.symbols.sparse = True
+    return "symbols"
+
+
+def cut_readout(network: Network) -> str:
+    """Leave out the last token's output."""
+    network.head.weight = nn.Parameter(network.head.weight[:-1].detach())
+    return "head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed(Recurrent):
+    change: Any
+
+    def build(self, width: int, depth: int) -> Network:
+        network = super().build(width, depth)
+        self.change(network)
+        return network
+
+
+@pytest.mark.parametrize("change", [freeze, round_block, make_sparse, cut_readout])
+def test_tensors_that_training_would_not_treat_as_built_are_refused_by_name(change: Any) -> None:
+    """A frozen table of sines would start from random values, and a weight in bf16 would lose its small updates."""
+    changed = Changed(vocab_size=256, context_length=32, change=change)
+    with pytest.raises(FamilyError) as refused:
+        count_member(changed, 32, 2)
+    assert str(refused.value).partition(":")[0] == change(FAMILY.build(32, 2))
+
+
 @pytest.mark.parametrize("share", [0.25, 0.0, 1.5])
 def test_parameters_of_experts_that_a_token_does_not_use_are_not_counted(share: float) -> None:
     class Experts(Recurrent):

@@ -58,6 +58,12 @@ def require_shardable(numerics: Numerics, hyperparameters: Hyperparameters, corp
             unit.register_forward_pre_hook(lambda called, _inputs: uncalled.discard(called))
         expected = _losses(plain, numerics, recipe, sequences)
         unused = [module for module, unit in plain.named_modules() if unit in uncalled]
+        plain_tensors = [
+            f"{name}.{attribute}".lstrip(".")
+            for name, module in plain.named_modules()
+            for attribute, value in vars(module).items()
+            if isinstance(value, Tensor)
+        ]
         try:
             with _one_rank():
                 meshes = Meshes(mesh_of(RankGrid(1, 1, dist.get_world_size(), 1), "cpu"))
@@ -72,6 +78,11 @@ def require_shardable(numerics: Numerics, hyperparameters: Hyperparameters, corp
                     f"; {', '.join(unused)} is not called as a module, but its weights are gathered only when it is called: call it, "
                     "or leave it out of the family's units"
                     if unused
+                    else ""
+                )
+                + (
+                    f"; {', '.join(plain_tensors)} is a tensor but no buffer, so it stays on the meta device: register_buffer"
+                    if plain_tensors
                     else ""
                 )
             ) from error

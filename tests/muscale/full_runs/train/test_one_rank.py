@@ -80,6 +80,17 @@ class OfTheLeastWidth(Recurrent):
         return super().constants(self.width_step, depth)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WithPlainTensor(Recurrent):
+    """A tensor that is no buffer stays on the meta device, on which a full run builds it."""
+
+    def build(self, width: int, depth: int) -> Network:
+        network = super().build(width, depth)
+        network.norm.shift = shift = torch.ones(width)
+        network.norm.register_forward_hook(lambda _module, _inputs, output: output + shift)
+        return network
+
+
 def require(of: type[Family], corpus: Corpus) -> None:
     family = of(vocab_size=256, context_length=32)
     numerics = Numerics(
@@ -97,7 +108,13 @@ def test_a_family_with_the_losses_of_the_lean_loop_passes_and_leaves_no_trace(of
 
 
 @pytest.mark.parametrize(
-    ("of", "name"), [(WithScalar, "layers.1.scale"), (ByWeight, "positions"), (OfTheLeastWidth, "OfTheLeastWidth")]
+    ("of", "name"),
+    [
+        (WithScalar, "layers.1.scale"),
+        (ByWeight, "positions"),
+        (WithPlainTensor, "norm.shift"),
+        (OfTheLeastWidth, "OfTheLeastWidth"),
+    ],
 )
 def test_what_a_full_run_can_t_train_is_refused_by_name(of: type[Family], name: str, corpus: Corpus) -> None:
     with pytest.raises(FamilyError) as refused:
