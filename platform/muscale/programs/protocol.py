@@ -121,7 +121,7 @@ class Description:
             raise TrainerError(
                 f"n_active_params must be a whole number from 1 to n_params, got {active!r} of {n_params!r}"
             )
-        if not (isinstance(flops, int | float) and 0 < flops < math.inf):
+        if not (type(flops) in (int, float) and 0 < flops < math.inf):
             raise TrainerError(f"flops_per_token must be a positive number, got {flops!r}")
         counted = sum(map(math.prod, tensors.values()))
         if tensors and counted != n_params:
@@ -204,7 +204,7 @@ def _has_counts(line: str) -> bool:
 def _loss(value: Any) -> float:
     """Return a row's loss, infinity if it is not a finite number; the only texts accepted are names of such values."""
     loss = math.inf if value is None else float(value)
-    if isinstance(value, str) and math.isfinite(loss):
+    if isinstance(value, bool | str) and math.isfinite(loss):
         raise ValueError(f"loss must be a number, got {value!r}")
     return loss if math.isfinite(loss) else math.inf
 

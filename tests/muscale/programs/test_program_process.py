@@ -131,8 +131,8 @@ def test_a_loss_that_is_not_finite_is_a_result_and_an_exit_code_a_failure(tmp_pa
     assert crashed.reason == "exit code 1: MemoryError: out of memory"
 
 
-@pytest.mark.parametrize("loss", [-1.5, 0.0, "3.2"])
-def test_a_loss_that_has_no_logarithm_or_is_text_is_refused_at_its_row(loss: float | str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", [-1.5, 0.0, "3.2", True])
+def test_a_loss_that_has_no_logarithm_or_is_no_number_is_refused_at_its_row(loss: float | str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"tokens": 1024, "loss": loss}) + "\n")
     with pytest.raises(TrainerError):
