@@ -214,14 +214,9 @@ class Study(Result):
         if self.config.trainer:
             raise StageError(f"{stage}: the study's models are built by its [trainer] program; {instead}")
 
-    @property
-    def _has_check(self) -> bool:
-        """Whether the study has a coordinate check: not with a [trainer] program or given weights."""
-        return not (self.config.trainer or self.config.initial_weights)
-
     def _warn_before_search(self) -> None:
         """Print a warning if the coordinate check has failed, as tuned values may not transfer, or if the law can't use a stem."""
-        check = self._known_check() if self._has_check else None
+        check = self._known_check() if self.config.has_check else None
         if check and not check.passed:
             line = check_line(check)
             self._warn(f"the coordinate check {line.compared}; {line.advice}")
@@ -561,7 +556,7 @@ class Study(Result):
 
     def _admitted(self, plan: Plan, config: StudyConfig, *, force: bool) -> DryRun:
         """Return the dry run of a run that the gate allows, or that is forced."""
-        seen = self._dry_run(plan, config, self.check() if self._has_check else None)
+        seen = self._dry_run(plan, config, self.check() if self.config.has_check else None)
         seen.gate.require(force=force)
         seen.gate.record(self.ledger)
         return seen
@@ -804,7 +799,7 @@ class Study(Result):
             if not self.config.trainer:
                 self._display.line(f"corpus    {self.corpus.n_tokens:,} training tokens, key {self.corpus.key}")
             self._display.line(str(self.corpus))
-            if self._has_check:
+            if self.config.has_check:
                 self._display.line(str(self.check()))
                 require_check(self.check(), force=force)  # before training that a failed check would waste
             self._display.line(str(self.sweep()))

@@ -82,8 +82,8 @@ class Finalists(JsonResult):
 
     @property
     def verdict(self) -> Literal["clear", "near-tie", "not known"]:
-        """`clear` if the winner is the best with probability `level`."""
-        if math.isnan(self.p_best):
+        """`clear` if the winner is the best with probability `level` of at least two trials."""
+        if math.isnan(self.p_best) or len(self.trials) == 1:
             return "not known"
         return "near-tie" if self.near_tie else "clear"
 

@@ -50,6 +50,7 @@ class ReportContents:
     runs: pd.DataFrame
     corpus: Corpus | None = None
     leaks: LeakCheck | None = None
+    has_check: bool = True
     check: CoordinateCheck | None = None
     so_far: SearchSoFar | None = None
     sweep: SweepResult | None = None
@@ -108,6 +109,7 @@ def gather(study: StudyContents, found: Findings) -> ReportContents:
         created_at=now(),
         corpus=corpus,
         leaks=known_leaks(study.config, study.ledger, corpus) if corpus else None,
+        has_check=study.config.has_check,
         check=study.coordinate_check,
         runs=runs,
         so_far=search_so_far(study.ledger, study.config.rung_tokens()),

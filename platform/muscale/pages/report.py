@@ -134,17 +134,7 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
             table=as_table(_sources(contents)),
         ),
         *_data_sections(contents),
-        Section(
-            title="Coordinate check",
-            command="check",
-            about="Every activation must move by the same amount at every width, or values tuned on small models do not transfer.",
-            result=contents.check.about if contents.check else None,
-            drawings=drawn(
-                contents.check and contents.check.plot(),
-                "sizes of activations and norms of matrices against width, by step",
-            ),
-            table=as_table(contents.check.criteria.round(2).rename(columns=_CRITERIA) if contents.check else None),
-        ),
+        *_check(contents),
         *running_section(contents.so_far, contents.sweep, contents.loss_unit),
         *kept(search_sections, contents.sweep),
         *kept(transfer_sections, contents.transfer),
@@ -181,6 +171,21 @@ def sections_of(contents: ReportContents, memo: dict[str, Any] | None = None) ->
 def _same(before: Any, now: Any) -> bool:
     """Whether two plain values are equal; values of other types count as different."""
     return isinstance(before, dict) and bool(before == now)
+
+
+def _check(contents: ReportContents) -> Iterator[Section]:
+    if contents.has_check:
+        yield Section(
+            title="Coordinate check",
+            command="check",
+            about="Every activation must move by the same amount at every width, or values tuned on small models do not transfer.",
+            result=contents.check.about if contents.check else None,
+            drawings=drawn(
+                contents.check and contents.check.plot(),
+                "sizes of activations and norms of matrices against width, by step",
+            ),
+            table=as_table(contents.check.criteria.round(2).rename(columns=_CRITERIA) if contents.check else None),
+        )
 
 
 def _summary(contents: ReportContents) -> Section:

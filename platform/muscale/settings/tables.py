@@ -192,6 +192,11 @@ class StudyTables(StrictTable):
         return self.promote.precision or self.precision
 
     @property
+    def has_check(self) -> bool:
+        """Whether the study has a coordinate check: not with a [trainer] program or given weights."""
+        return not (self.trainer or self.initial_weights)
+
+    @property
     def family(self) -> ModelFamily[Member]:
         """The models of this study; the sweep searches at the base."""
         return ModelFamily(base=self.model)

@@ -45,6 +45,12 @@ def test_an_empty_report_names_the_command_for_each_section(tmp_path: Path) -> N
         assert f"<code>muscale {command}</code>" in text
 
 
+def test_a_page_does_not_name_a_check_that_the_study_does_not_have(tmp_path: Path) -> None:
+    """A study of a training program, or from given weights, refuses `muscale check`."""
+    assert "Coordinate check" in page(tmp_path)
+    assert "Coordinate check" not in page(tmp_path, has_check=False)
+
+
 def test_the_page_loads_nothing_from_elsewhere_and_contains_plotly_once(tmp_path: Path) -> None:
     text = page(tmp_path)
     assert not re.findall(r"""<(?:script|link|img|iframe)[^>]+(?:src|href)\s*=""", text)

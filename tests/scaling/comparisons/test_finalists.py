@@ -151,6 +151,7 @@ def test_one_trial_has_an_interval_and_nothing_to_compare_it_with() -> None:
         np.exp(log_loss.mean() + 2.92 * log_loss.std() / 3**0.5 * np.array([-1, 1])), abs=2e-3
     )
     assert (found.p_best, found.reasons) == (1.0, ("one trial: there is nothing to compare it with",))
+    assert found.verdict == "not known"
 
 
 def test_a_trial_that_diverged_once_is_marked_and_cannot_win() -> None:
