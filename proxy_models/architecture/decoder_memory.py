@@ -78,11 +78,10 @@ def training_memory(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if optimizer not in MOMENTS:
         raise ValueError(f"optimizer must be one of {', '.join(MOMENTS)}, got {optimizer!r}")
-    share = 1 if sharding == "none" else world_size
+    share, n_owners = 1 if sharding == "none" else world_size, world_size * tensor_parallel
     if pipeline:
         ranks = StageRank.all_of(config, precision, tensor_parallel, context_parallel, pipeline, shards=share)
         again = sharding in ("full", "hybrid")
-        n_owners = world_size * tensor_parallel
         estimates = (
             rank.memory(micro_batch, optimizer, n_owners, checkpointing, compiled=compiled, again=again)
             for rank in ranks
@@ -91,12 +90,13 @@ def training_memory(
     part = DecoderPart(config, precision, tensor_parallel, context_parallel, expert_ranks=expert_parallel, shards=share)
     is_alone, whole = world_size * tensor_parallel == 1, sharding in ("none", "zero2")
     buffers = part.copies(checkpointing) if is_alone else part.gathered(whole=whole)
-    peak = max(part.moments(micro_batch, buffers, checkpointing, compiled=compiled), key=sum)
+    moments = part.moments(micro_batch, buffers, checkpointing, compiled=compiled)
+    peak = max(*moments, Moment(0, 0, FP32 * part.n_in_step(optimizer, n_owners)), key=sum)
     return MemoryEstimate(
         parameters=FP32 * part.n_held,
         gathered=peak.gathered,
         gradients=FP32 * part.n_held,
-        optimizer=FP32 * part.n_moments(optimizer, world_size * tensor_parallel),
+        optimizer=FP32 * part.n_moments(optimizer, n_owners),
         reduced=peak.reduced,
         activations=peak.activations,
     )
@@ -197,6 +197,8 @@ class StageRank:
         """
         part = self.part
         moments = self._moments(micro_batch, checkpointing, compiled=compiled, again=again)
+        in_step = Moment(0, 0, FP32 * part.n_in_step(optimizer, n_owners))
+        moments.append((FP32 * part.n_held, in_step))
         gradients, peak = max(moments, key=lambda moment: moment[0] + sum(moment[1]))
         return MemoryEstimate(
             parameters=FP32 * part.n_held,

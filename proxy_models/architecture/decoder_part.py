@@ -13,7 +13,17 @@ from typing import NamedTuple
 
 from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
-from proxy_models.architecture.memory import FP32, MOMENTS, Checkpointing, Precision, fullest, rotated_numbers
+from proxy_models.architecture.memory import (
+    FP32,
+    MOMENTS,
+    Checkpointing,
+    Precision,
+    fullest,
+    most_rotated,
+    numbers_in_rotation,
+    rotated_numbers,
+    rotated_together,
+)
 
 _INT64 = 8
 _COMPUTE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -150,11 +160,12 @@ class DecoderPart:
     def n_held(self) -> int:
         """Parameters that the device keeps."""
         stacks = self._groups["experts"]
-        return (self.n_params - stacks) // self.shards + stacks // self._expert_share(self.shards)
+        return (self.n_params - stacks) // self.shards + stacks // self._expert_share
 
-    def _expert_share(self, share: int) -> int:
-        """Devices over which the device's experts are sharded if other weights are over `share`."""
-        return max(1, share // self.expert_ranks)
+    @property
+    def _expert_share(self) -> int:
+        """Devices over which the device's experts are sharded."""
+        return max(1, self.shards // self.expert_ranks)
 
     @property
     def largest_matrix(self) -> int:
@@ -274,11 +285,36 @@ class DecoderPart:
         in_matrices, elsewhere = MOMENTS[optimizer]
         if optimizer == "soap":
             matrices, stacked = self._shapes
-            rotated = rotated_numbers(matrices, n_owners) + rotated_numbers(stacked, self._expert_share(share))
-            return rotated + elsewhere * (self.n_params - self.in_blocks) // share
+            in_stack, of_stack = self._in_stack, (config.n_experts or 1) // self.expert_ranks
+            in_stacks = sum(in_stack * count // of_stack * rotated_numbers(*shape) for shape, count in stacked.items())
+            rotated, _ = most_rotated(matrices, n_owners)
+            return rotated + in_stacks + elsewhere * (self.n_params - self.in_blocks) // share
         stacks = self._groups["experts"]
         others = in_matrices * (self.in_blocks - stacks) + elsewhere * (self.n_params - self.in_blocks)
-        return others // share + in_matrices * stacks // self._expert_share(share)
+        return others // share + in_matrices * stacks // self._expert_share
+
+    def n_in_step(self, optimizer: str, n_owners: int) -> int:
+        """Return the numbers of the tensors that SOAP's step makes at a time; those of other optimizers are not counted.
+
+        The device's parts of all matrices leave, its own matrices arrive, are computed in turn and leave, and its parts come back.
+        Arguments are those of `n_moments`.
+        """
+        if optimizer != "soap":
+            return 0
+        matrices, stacked = self._shapes
+        in_turn = [(shape, min(count, rotated_together(*shape))) for shape, count in matrices.items()]
+        in_turn += [(shape, self._in_stack) for shape in stacked]
+        largest = max(numbers_in_rotation(*shape, count) for shape, count in in_turn)
+        if n_owners == 1:
+            return largest
+        parts = sum(rows * columns * count for (rows, columns), count in matrices.items()) // (self.shards * self.ranks)
+        _, owned = most_rotated(matrices, n_owners)
+        return owned + max(owned, parts, largest)
+
+    @property
+    def _in_stack(self) -> int:
+        """Matrices of each stack of experts that the device computes."""
+        return -(-((self.config.n_experts or 0) // self.expert_ranks) // self._expert_share)
 
     @property
     def _shapes(self) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapreplace
 from typing import Literal
 
 from proxy_models.architecture.member import Member
@@ -40,6 +42,11 @@ MOMENTS = {
 `DecoderPart.n_moments` counts Adafactor's and SOAP's; 11 bounds SOAP's for matrices up to four times as long as wide."""
 MAX_ROTATED_DIM = 10_000
 """Largest side of a matrix for which SOAP has a factor and an eigenbasis; its authors' default."""
+
+
+TOGETHER = 2**22
+"""Numbers in the larger factors of the matrices that SOAP computes together. Larger products keep a GPU busy by themselves (assumed),
+and what a step makes would grow with the number of matrices."""
 
 
 def fullest(ranks: int) -> float:
@@ -106,14 +113,44 @@ def least_memory(model: Member, optimizer: str, *, sharding: Sharding, world_siz
     return FP32 * numbers * model.n_params_total // share
 
 
-def rotated_numbers(matrices: Mapping[tuple[int, int], int], n_owners: int) -> int:
-    """Return the numbers of SOAP's state, on the rank that owns most, of as many matrices of each shape."""
-    return sum(
-        -(-count // n_owners)
-        * 2
-        * (rows * columns + sum(side**2 for side in (rows, columns) if side <= MAX_ROTATED_DIM))
-        for (rows, columns), count in matrices.items()
-    )
+def least_work(costs: Sequence[int], n_ranks: int) -> list[int]:
+    """Return an owner of each matrix: in descending cost, each matrix goes to the rank with the least work."""
+    work, owners = [(0, rank) for rank in range(n_ranks)], [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        done, owners[number] = work[0]
+        heapreplace(work, (done + costs[number], owners[number]))
+    return owners
+
+
+def rotated_numbers(rows: int, columns: int) -> int:
+    """Return the numbers of SOAP's state of a matrix: two moments, and a factor and an eigenbasis of each side that has them."""
+    return 2 * (rows * columns + sum(side**2 for side in (rows, columns) if side <= MAX_ROTATED_DIM))
+
+
+def rotated_together(rows: int, columns: int) -> int:
+    """Return the number of matrices of this shape that SOAP computes together."""
+    return max(1, TOGETHER // max(rows, columns) ** 2)
+
+
+def most_rotated(matrices: Mapping[tuple[int, int], int], n_owners: int) -> tuple[int, int]:
+    """Return the numbers of SOAP's state, and the entries, of as many matrices of each shape on the rank that owns most."""
+    shapes = [shape for shape, count in matrices.items() for _ in range(count)]
+    costs = [rotated_numbers(*shape) for shape in shapes]
+    numbers, entries = Counter[int](), Counter[int]()
+    for owner, cost, (rows, columns) in zip(least_work(costs, n_owners), costs, shapes, strict=True):
+        numbers[owner] += cost
+        entries[owner] += rows * columns
+    return max(numbers.values(), default=0), max(entries.values(), default=0)
+
+
+def numbers_in_rotation(rows: int, columns: int, count: int) -> int:
+    """Return the numbers of the tensors that SOAP makes at a time for `count` matrices that it computes together.
+
+    They are the larger of two moments: the update before its last rotation, and the renewal of the larger side's eigenbasis.
+    """
+    factor = max((side**2 for side in (rows, columns) if side <= MAX_ROTATED_DIM), default=0)
+    stacked = count > 1
+    return count * max((3 + stacked) * rows * columns, (1 + stacked) * rows * columns + 4 * factor)
 
 
 def largest_micro_batch(

@@ -7,12 +7,15 @@ program and divide only its passes among themselves; a rank without a share repe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar, cast
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+
+from proxy_models.architecture.sharded import whole
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -50,6 +53,25 @@ class Ranks:
         if self.n > 1:
             dist.broadcast_object_list(made, src=0)
         return cast(T, made[0])
+
+    def to_first(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors by name, on rank 0 only; all ranks call this and take all.
+
+        Sharded tensors are gathered. An ordinary tensor that rank 0 lacks comes from the first rank that has its name.
+        """
+        of_ranks = self.gather({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+        for name in dict.fromkeys(name for names in of_ranks for name in names):
+            owner = next(rank for rank, names in enumerate(of_ranks) if name in names)
+            if owner == 0 and name in tensors:
+                found = whole(tensors[name])
+            elif owner == self.rank:
+                dist.send(tensors[name], dst=0)
+            elif self.rank == 0:
+                shape, dtype = of_ranks[owner][name]
+                found = torch.empty(shape, dtype=dtype, device=next(iter(tensors.values())).device)
+                dist.recv(found, src=owner)
+            if self.rank == 0:
+                yield name, found
 
     def map(self, function: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
         """Yield the function of each item, in order and on all ranks.

@@ -48,7 +48,7 @@ class MuonWithAdamW(MatricesWithAdamW):
                 move(parameter, group, orthogonalized(self._nesterov(parameter), stack=False), factor=factor)
         if not shared:
             return
-        self._exchange = self._exchange or WholeMatrices([parameter for _, parameter in shared])
+        self._exchange = self._exchange or WholeMatrices([parameter for _, parameter in shared], _cost)
         momenta = [own(self._nesterov(parameter)).bfloat16() for _, parameter in shared]
         for (group, parameter), update in zip(shared, self._exchange(momenta, _orthogonalize), strict=True):
             move(parameter, group, update, factor=_factor(parameter, stack=False))
@@ -86,6 +86,11 @@ def _orthogonalize(matrices: dict[int, Tensor]) -> None:
     """Replace each matrix by the orthogonalised matrix."""
     for number, matrix in matrices.items():
         matrices[number] = orthogonalized(matrix, stack=False)
+
+
+def _cost(rows: int, columns: int) -> int:
+    """Return a number proportional to the products of a matrix with itself."""
+    return max(rows, columns) * min(rows, columns) ** 2
 
 
 def _factor(parameter: Tensor, *, stack: bool) -> float:

@@ -28,6 +28,7 @@ from proxy_models.architecture.memory import (
     MemoryEstimate,
     Precision,
     Sharding,
+    most_rotated,
     rotated_numbers,
 )
 from proxy_models.architecture.parametrization import TensorClass
@@ -260,10 +261,10 @@ def _optimizer_bytes(member: Member, optimizer: str, share: int, world_size: int
             case TensorClass.HIDDEN:
                 matrices[shape[0], shape[1:].numel()] += 1
             case TensorClass.HIDDEN_STACK:
-                numbers += rotated_numbers({(shape[1], shape[2]): shape[0]}, share)
+                numbers += -(-shape[0] // share) * rotated_numbers(shape[1], shape[2])
             case _:
                 others += shape.numel()
-    return _FP32 * (numbers + rotated_numbers(matrices, world_size) + 2 * others // share)
+    return _FP32 * (numbers + most_rotated(matrices, world_size)[0] + 2 * others // share)
 
 
 def _units(member: Member, precision: Precision) -> tuple[int, int, int]:

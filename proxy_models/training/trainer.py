@@ -16,7 +16,7 @@ from torch import Tensor
 
 from proxy_models.architecture.families import import_family
 from proxy_models.architecture.memory import Checkpointing
-from proxy_models.architecture.sharded import whole
+from proxy_models.architecture.model_ranks import Ranks
 from proxy_models.data.batches import EvaluationSet, corpus_loss, evaluation_sets, training_stream
 from proxy_models.data.corpus import Corpus
 from proxy_models.recipes.recipe import Recipe
@@ -190,11 +190,8 @@ class Trainer:
 
     def _state(self, stepper: Stepper, tokens: int) -> TrainState | None:
         """The state at the end, gathered from all ranks tensor by tensor, for the first of them."""
-        tensors = {}
-        for name, tensor in (stepper.capture() | stepper.memory()).items():
-            gathered = whole(tensor)
-            if self._rank == 0:
-                tensors[name] = gathered.cpu()
+        parts = stepper.capture() | stepper.memory()
+        tensors = {name: tensor.cpu() for name, tensor in Ranks.of(stepper.module).to_first(parts)}
         if self._rank:
             return None
         return TrainState(tokens=tokens, parametrization=stepper.parametrization, tensors=tensors)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from proxy_models.architecture.memory import least_work
 from proxy_models.architecture.sharded import group_of, is_sharded
 
 if TYPE_CHECKING:
@@ -46,17 +47,6 @@ def placements_between(stack: DTensor) -> list[Placement]:
     return [Shard(0) if placement.is_shard() else placement for placement in stack.placements]
 
 
-def least_work(matrices: Sequence[Tensor], n_ranks: int) -> list[int]:
-    """Return an owner of each matrix: in descending size, each matrix goes to the rank with the least work."""
-    work, owners = [0] * n_ranks, [0] * len(matrices)
-    sizes = [(matrix.shape[0], matrix.shape[1:].numel()) for matrix in matrices]
-    costs = [max(size) * min(size) ** 2 for size in sizes]  # proportional to the products of a matrix with itself
-    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        owners[number] = min(range(n_ranks), key=work.__getitem__)
-        work[owners[number]] += costs[number]
-    return owners
-
-
 class WholeMatrices:
     """Exchanges of the same sharded matrices at every step, among the ranks of their mesh.
 
@@ -65,15 +55,14 @@ class WholeMatrices:
         owners: Rank of each matrix in the group.
     """
 
-    def __init__(
-        self, like: Sequence[DTensor], owners: Callable[[Sequence[Tensor], int], list[int]] = least_work
-    ) -> None:
-        """Prepare for matrices with these shapes and placements, whose owners a function of them and the number of ranks names."""
+    def __init__(self, like: Sequence[DTensor], cost: Callable[[int, int], int]) -> None:
+        """Prepare for matrices with these shapes and placements, of which `cost` returns the work from rows and columns."""
         self._mesh = like[0].device_mesh
         self._matrices = [(matrix.shape, tuple(matrix.placements)) for matrix in like]
         self.group = group_of(like[0])
         self._rank, self._ranks = self.group.rank(), range(self.group.size())
-        self.owners = owners(like, len(self._ranks))
+        costs = [cost(matrix.shape[0], matrix.shape[1:].numel()) for matrix in like]
+        self.owners = least_work(costs, len(self._ranks))
         self._owned = [[n for n, owner in enumerate(self.owners) if owner == rank] for rank in self._ranks]
 
     @cached_property
@@ -121,25 +110,28 @@ class WholeMatrices:
         whole = {n: here[0].new_empty(self._matrices[n][0]) for n in ours}
         for number, part in (one for of in taken for one in of):
             whole[number][part] = next(pieces)
+        del pieces
         compute(whole)
         given = [[whole[n][parts[n][rank]] for n in ours] for rank in self._ranks]
+        whole.clear()  # `given` has the results, until they are sent
         taken_back = [[tuple(here[n].shape) for n in self._owned[owner]] for owner in self._ranks]
         pieces = iter(self._exchanged(given, taken_back, here[0]))
         back = {n: next(pieces) for owned in self._owned for n in owned}
         return [back[n] for n in range(len(here))]
 
     def _exchanged(self, given: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor) -> list[Tensor]:
-        """Send every rank its tensors, and return the received tensors, whose shapes are given by sender."""
+        """Send every rank its tensors, and return the received tensors, whose shapes are given by sender; `given` is emptied."""
         sizes = [[torch.Size(shape).numel() for shape in of] for of in shapes]
-        flat = [tensor.flatten() for of in given for tensor in of]
+        numbers = [sum(tensor.numel() for tensor in of) for of in given]
+        tensors = [tensor for of in given for tensor in of]
+        sent = like.new_empty(sum(numbers))
+        if tensors:
+            places = torch.split(sent, [tensor.numel() for tensor in tensors])
+            torch._foreach_copy_([to.view(of.shape) for to, of in zip(places, tensors, strict=True)], tensors)
+        for of in (tensors, *given):
+            of.clear()
         received = like.new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(
-            received,
-            torch.cat(flat) if flat else like.new_empty(0),
-            [sum(of) for of in sizes],
-            [sum(tensor.numel() for tensor in of) for of in given],
-            group=self.group,
-        )
+        dist.all_to_all_single(received, sent, [sum(of) for of in sizes], numbers, group=self.group)
         pieces = torch.split(received, [n for of in sizes for n in of])
         return [piece.view(shape) for piece, shape in zip(pieces, (one for of in shapes for one in of), strict=True)]
 

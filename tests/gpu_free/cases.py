@@ -22,6 +22,7 @@ from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.architecture.stage_layout import PipelineSchedule
 from proxy_models.data.batches import EvaluationSet
 from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training import soap
 from proxy_models.training.fsdp import between_parts, settle
 from proxy_models.training.held_out_passes import source_losses
 from proxy_models.training.numerics import Numerics
@@ -145,7 +146,8 @@ class Case:
     passes: int = 2
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.place}, {self.checkpointing}, {self.ranks} ranks"
+        optimizer = "" if self.optimizer == "adamw" else f", {self.optimizer}"
+        return f"{self.shape}, {self.place}, {self.checkpointing}, {self.ranks} ranks{optimizer}"
 
     @property
     def place(self) -> str:
@@ -223,6 +225,7 @@ def traced(
         with (
             fake_gpu(),
             patch.object(_PipelineSchedule, "_warmup_p2p", agree),
+            patch.object(soap, "_FREQUENCY", 1),  # each step renews eigenbases, which takes the most
             fullest_rank(parallelism.expert_parallel, size * model.context_length * model.experts_per_token),
         ):
             arguments: dict[str, Any] = {"device": device, "meshes": meshes, "initial_values": False}

@@ -86,7 +86,7 @@ def fake_gpu() -> Iterator[None]:
             (Embedding, "_look_up", staticmethod(_look_up)),
             (attention, "_on_gpu", lambda _: True),
             (products, "MKL_IS_SLOW", False),
-            (WholeMatrices, "_places", property(_real(vars(WholeMatrices)["_places"].func))),
+            *((WholeMatrices, name, property(_real(vars(WholeMatrices)[name].func))) for name in ("_places", "_parts")),
             *(
                 (DeviceMesh, name, staticmethod(_real(getattr(DeviceMesh, name))))
                 for name in ("_concatenate", "from_group")

@@ -10,7 +10,7 @@ from typing import Self
 from muscale.errors import StageError
 from muscale.plans.cadence import Cadence
 from muscale.settings.config import StudyConfig
-from muscale.settings.parallelism import COMPILED_EXPERTS, SOAP_IN_PIPELINES, Parallelism
+from muscale.settings.parallelism import COMPILED_EXPERTS, Parallelism
 from muscale.settings.promote import SpikePolicy
 from proxy_models.architecture.memory import MIN_UNIT_PARAMS
 from proxy_models.recipes.recipe import Recipe
@@ -95,8 +95,6 @@ class FullRun:
 
     def __post_init__(self) -> None:
         self.parallelism.require(self.numerics.model)
-        if self.parallelism.pipeline_parallel > 1 and any(of.recipe.optimizer == "soap" for of in self.segments):
-            raise ValueError(SOAP_IN_PIPELINES.format(self.parallelism.pipeline_parallel))
         if self.compile and self.parallelism.expert_parallel > 1:
             raise ValueError(COMPILED_EXPERTS.format(self.parallelism.expert_parallel))
         if self.initial_state is None:  # a run that branches off another may read on behind that one's end

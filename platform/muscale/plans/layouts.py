@@ -117,7 +117,7 @@ def fitting_layouts(
     smallest = smallest_batch_tokens or step.batch_tokens
     sequences, doublings = smallest // model.context_length, (step.batch_tokens // smallest).bit_length() - 1
     found = []
-    for parallelism in _candidates(model, workers, sequences, node_devices, optimizer, choices):
+    for parallelism in _candidates(model, workers, sequences, node_devices, choices):
         grid = parallelism.grid(workers, node_ranks=min(workers, node_devices))
         shares = parallelism.data_ranks(workers)
         first, share = (-(-n // shares) for n in (sequences, step.batch_tokens // model.context_length))
@@ -219,15 +219,14 @@ def _degrees(workers: int) -> list[int]:
 
 
 def _candidates(
-    model: Member, workers: int, sequences: int, node_devices: int, optimizer: str, choices: Choices
+    model: Member, workers: int, sequences: int, node_devices: int, choices: Choices
 ) -> Iterator[Parallelism]:
     """Generate the layouts that this many workers form and that divide the model; hybrid only over several nodes."""
     degrees = _degrees(workers)
     pipelines = [(1, SCHEDULES[0]), *product(degrees[1:], choices.schedules)]
-    # The memory of a stage would be unknown, or its state could not move to another layout.
     is_known = family_of(model).training_memory(model, micro_batch=1) is not None
-    if optimizer == "soap" or not is_known:
-        del pipelines[1:]
+    if not is_known:
+        del pipelines[1:]  # whose stages' memory would be unknown
     experts = choices.experts
     if not is_known or (sizes := family_of(model).step_sizes(model)) is None or sizes.experts is None:
         experts = [n for n in experts if n == 1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from muscale.settings.parallelism import SOAP_IN_PIPELINES
 from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
 from muscale.settings.space_rules import invalid_batches, model_errors, space_errors
 from muscale.settings.tables import CheckSettings, StudyTables
@@ -127,8 +126,6 @@ def _promote_errors(config: StudyTables) -> Iterator[str]:
     """Reasons why [promote] can't train the full run."""
     promote, model = config.promote, config.model
     yield from _elastic_errors(config)
-    if promote.pipeline_parallel not in (1, "auto") and config.hyperparameters.optimizer == "soap":
-        yield f"promote.{SOAP_IN_PIPELINES.format(promote.pipeline_parallel)}"
     if is_imported(model):  # readers do not know a custom family's answers
         family = family_of(model)
         if promote.open_layout and family.step_sizes(model) is None:

@@ -21,9 +21,6 @@ from proxy_models.architecture.stage_layout import (
     n_stages,
 )
 
-SOAP_IN_PIPELINES = (
-    'pipeline_parallel must be 1 with optimizer = "soap", whose state belongs to all matrices of a shape, got {}'
-)
 COMPILED_EXPERTS = "compile must be false with expert_parallel = {}, whose numbers of rows change from step to step"
 
 

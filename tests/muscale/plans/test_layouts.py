@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,23 +120,33 @@ def test_stages_of_a_family_without_an_estimate_of_memory_are_not_considered(mon
     monkeypatch.setattr(DecoderFamily, "training_memory", lambda *_, **__: None)
     with pytest.raises(ValueError, match="pipeline_parallel = 2"):
         estimated_memory(TINY, micro_batch=1, pipeline=PipelineShare(schedule="1f1b", ranks=2, sequences=8))
-    found = _candidates(TINY, 8, 512, 8, "adamw", Choices())
+    found = _candidates(TINY, 8, 512, 8, Choices())
     assert {parallelism.pipeline_parallel for parallelism in found} == {1}
 
 
-def test_stages_are_not_considered_with_soap() -> None:
-    staged = {
-        name: any(one.pipeline_parallel > 1 for one in _candidates(TINY, 2, 512, 8, name, Choices()))
+def test_stages_are_considered_with_every_optimizer_and_have_the_memory_of_its_state() -> None:
+    fitting = partial(fitting_layouts, step(TINY, 2, 2**20), choices=Choices(schedules=("1f1b",)))
+    optimizer_bytes = {
+        name: {
+            one.parallelism.sharding: one.memory.optimizer
+            for one in fitting(optimizer=name)
+            if one.parallelism.pipeline_parallel == 2
+        }
         for name in ("adamw", "soap")
     }
-    assert staged == {"adamw": True, "soap": False}
+    of_adamw, of_soap = optimizer_bytes.values()
+    assert of_adamw.keys() == of_soap.keys()
+    d, d_ff, blocks, table = TINY.d_model, TINY.d_ff, 6, TINY.vocab_size * TINY.d_model  # of the first stage
+    entries, factors = 4 * d * d + 3 * d * d_ff, 4 * 2 * d**2 + 3 * (d**2 + d_ff**2)
+    assert of_adamw["none"] == pytest.approx(4 * 2 * (blocks * entries + table), rel=0.01)
+    assert of_soap["none"] == pytest.approx(4 * 2 * (blocks * (entries + factors) + table), rel=0.01)
 
 
 def test_an_open_pipeline_keeps_a_stated_schedule() -> None:
     assert Choices.of(PromoteSettings(pipeline_parallel="auto")).schedules == SCHEDULES
     stated = Choices.of(PromoteSettings(pipeline_parallel="auto", pipeline_schedule="zero_bubble", sharding="auto"))
     assert stated.schedules == ("zero_bubble",)
-    staged = [one for one in _candidates(TINY, 2, 512, 8, "adamw", stated) if one.pipeline_parallel > 1]
+    staged = [one for one in _candidates(TINY, 2, 512, 8, stated) if one.pipeline_parallel > 1]
     assert {(one.sharding, one.checkpointing) for one in staged} == {("none", "none"), ("zero2", "none")}
     assert Choices.of(PromoteSettings(pipeline_parallel=2)).schedules == ("1f1b",)
 
@@ -182,5 +193,5 @@ def test_experts_are_shared_out_only_where_blocks_need_not_be_compiled() -> None
     assert experts(expert_parallel="auto") == [1, 2, 4]
     assert experts(expert_parallel="auto", compile=True) == [1]
     assert experts(expert_parallel=2) == [2]
-    dense = _candidates(TINY, 8, 512, 8, "adamw", Choices(schedules=(), experts=(1, 2)))
+    dense = _candidates(TINY, 8, 512, 8, Choices(schedules=(), experts=(1, 2)))
     assert {one.expert_parallel for one in dense} == {1}

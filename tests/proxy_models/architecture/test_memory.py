@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from proxy_models.architecture import memory
 from proxy_models.architecture.config import ModelConfig
 from proxy_models.architecture.decoder import Decoder, training_loss
 from proxy_models.architecture.decoder_memory import (
@@ -22,12 +23,14 @@ from proxy_models.architecture.decoder_memory import (
     fitting,
     training_memory,
 )
+from proxy_models.architecture.decoder_part import DecoderPart
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.memory import Checkpointing, Precision, Sharding, largest_micro_batch, least_memory
 from proxy_models.architecture.parametrization import OptimizerName, parametrize
 from proxy_models.architecture.pipeline_counts import PipelineShare
 from proxy_models.architecture.stage_layout import PipelineSchedule
 from proxy_models.recipes.hyperparameters import Hyperparameters
+from proxy_models.training import soap
 from proxy_models.training.fsdp import shard
 from proxy_models.training.optimizer import make_optimizer
 from proxy_models.training.precision import DTYPES
@@ -129,6 +132,22 @@ def test_weights_gradients_and_moments_are_those_of_a_real_step(name: OptimizerN
     moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
     assert estimate.optimizer == sum(moment.nbytes for moment in moments)
     assert estimate.gathered == 0
+
+
+@pytest.mark.parametrize("together", [memory.TOGETHER, 1])
+def test_a_step_of_soap_makes_what_is_estimated(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices are computed together, and one by one."""
+    monkeypatch.setattr(memory, "TOGETHER", together)
+    monkeypatch.setattr(soap, "_FREQUENCY", 1)
+    config = ModelConfig(d_model=128, n_layers=2, context_length=16, mlp_ratio=2)
+    model = Decoder(config)
+    recipe = Hyperparameters(learning_rate=0.01, batch_tokens=16).resolve(1600)
+    optimizer = make_optimizer(model, parametrize(config, config, optimizer="soap"), recipe)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    part = DecoderPart(config, "fp32", 1)
+    assert peak_bytes(optimizer.step) == pytest.approx(4 * part.n_in_step("soap", 1), rel=0.1)
 
 
 def test_sharding_divides_the_memory_that_it_shards() -> None:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from pytorch_optimizer import SOAP
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from proxy_models.architecture.sharded import laid_out, whole
+from proxy_models.architecture.sharded import laid_out, own, whole
 from proxy_models.training import soap
 from proxy_models.training.soap import SOAPWithAdamW
+from proxy_models.training.state import StateError
 from tests.muscale.gloo_ranks import GlooRanks
 
 SHAPES = ((6, 10), (6, 10), (12, 5), (6, 10))
@@ -84,59 +85,74 @@ def test_the_first_step_finds_the_eigenbasis_and_only_decays() -> None:
     state = optimizer.state[found[0]]
     assert {name: tuple(value.shape) for name, value in state.items()} == {
         "step": (),
-        "exp_avg": (3, 6, 10),
-        "exp_avg_sq": (3, 6, 10),
-        "left": (3, 6, 6),
-        "left_basis": (3, 6, 6),
-        "right": (3, 10, 10),
-        "right_basis": (3, 10, 10),
+        "exp_avg": (1, 6, 10),
+        "exp_avg_sq": (1, 6, 10),
+        "left": (1, 6, 6),
+        "left_basis": (1, 6, 6),
+        "right": (1, 10, 10),
+        "right_basis": (1, 10, 10),
     }
     basis, factor = state["left_basis"], state["left"]
     rotated = basis.mT @ factor @ basis
     torch.testing.assert_close(rotated, torch.diag_embed(rotated.diagonal(dim1=1, dim2=2)), atol=1e-12, rtol=0)
-    assert all(set(optimizer.state[parameter]) == {"step"} for parameter in (found[1], found[3]))
+    assert [tuple(optimizer.state[parameter]["left"].shape) for parameter in found] == [
+        (1, len(p), len(p)) for p in found
+    ]
 
 
 def _train_sharded() -> None:
     dist.init_process_group("gloo")
-    matrices, stack_alone = parameters(), parameters(((5, 6, 4),))
-    alone_optimizer = optimizer_of(matrices)
-    train(matrices, alone_optimizer, steps=range(12))
-    state = [
-        {"weight": p.detach().clone(), **{k: v.clone() for k, v in alone_optimizer.state[p].items()}} for p in matrices
-    ]
-    expected = [
-        [one.clone() for one in train(matrices, alone_optimizer, steps=range(12, N_STEPS))],
-        train(stack_alone, optimizer_of(stack_alone, stack=True)),
-    ]
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     flat = init_device_mesh("cpu", (4,))
     layouts: list[tuple[Any, Any]] = [
         (flat, [Shard(0)]),
+        (flat, [Shard(1)]),
         (world["shards"], [Shard(0)]),
         (world, [Replicate(), Shard(0)]),
         (world, [Shard(0), Shard(1)]),
     ]
-    for mesh, placements in layouts:
+    for shapes, stack in ((SHAPES, False), (((5, 6, 4),), True)):
+        alone = parameters(shapes)
+        optimizer = optimizer_of(alone, stack=stack)
+        train(alone, optimizer, steps=range(12))
+        kept = [
+            (p.detach().clone(), {kind: value.clone() for kind, value in optimizer.state[p].items()}) for p in alone
+        ]
+        expected = train(alone, optimizer, steps=range(12, N_STEPS))
+        for mesh, placements in layouts:
 
-        def shared(values: Tensor, mesh: Any = mesh, placements: Any = placements) -> Tensor:
-            return distribute_tensor(values.detach(), mesh, placements)
+            def shared(values: Tensor, mesh: Any = mesh, placements: Any = placements) -> Tensor:
+                return distribute_tensor(values.detach().clone(), mesh, placements)
 
-        for stack, (shapes, wholes) in enumerate(zip((SHAPES, ((5, 6, 4),)), expected, strict=True)):
-            sharded = [nn.Parameter(shared(parameter)) for parameter in parameters(shapes)]
-            optimizer = optimizer_of(sharded, stack=bool(stack))
-            for parameter, of_whole in zip(sharded, state, strict=False) if not stack else ():
-                parameter.data.copy_(shared(of_whole["weight"]))
-                kinds = {kind: value for kind, value in of_whole.items() if kind != "weight"}
-                optimizer.state[parameter] = {kind: laid_out(value, parameter) for kind, value in kinds.items()}
-            found = train(sharded, optimizer, steps=range(0 if stack else 12, N_STEPS), as_gradient=shared)
-            for ours, alone in zip(found, wholes, strict=True):
-                torch.testing.assert_close(whole(ours), alone, rtol=1e-4, atol=1e-5)
-            for kind, value in optimizer.state[sharded[0]].items():
-                assert kind == "step" or (isinstance(value, DTensor) and len(whole(value)) == len(value))
-            owned = optimizer.state[sharded[0]]["exp_avg"].to_local()
-            assert len(owned) <= -(-len(optimizer.state[sharded[0]]["exp_avg"]) // 2) or stack
+            sharded = [nn.Parameter(shared(weight)) for weight, _ in kept]
+            again = optimizer_of(sharded, stack=stack)
+            for parameter, (_, state) in zip(sharded, kept, strict=True):
+                again.state[parameter] = {kind: laid_out(value.clone(), parameter) for kind, value in state.items()}
+            found = train(sharded, again, steps=range(12, N_STEPS), as_gradient=shared)
+            for parameter, ours, one in zip(sharded, found, expected, strict=True):
+                torch.testing.assert_close(whole(ours), one, rtol=1e-4, atol=1e-5)
+                n_matrices = own(again.state[parameter].get("left", torch.empty(0))).shape[:1].numel()
+                of_all = torch.tensor(n_matrices)
+                dist.all_reduce(of_all)
+                copies = 4 // mesh.size() * (2 if stack and Replicate() in placements else 1)
+                assert of_all == copies * (5 if stack else 1)
 
 
 def test_ranks_that_share_matrices_go_on_from_the_state_of_one_process_as_it_does(gloo_ranks: GlooRanks) -> None:
     gloo_ranks.call(_train_sharded, world_size=4)
+
+
+def test_a_state_of_an_earlier_version_is_continued_and_one_without_some_matrices_is_refused() -> None:
+    """Earlier versions kept the state of all matrices of a shape with the first of them."""
+    expected = train(plain := parameters(), optimizer_of(plain))
+    found = parameters()
+    optimizer = optimizer_of(found)
+    train(found, optimizer, steps=range(12))
+    first, *others = (optimizer.state[parameter] for parameter in (found[0], found[1], found[3]))
+    for kind in first.keys() - {"step"}:
+        first[kind] = torch.cat([first[kind], *(state.pop(kind) for state in others)])
+    for ours, one in zip(train(found, optimizer, steps=range(12, N_STEPS)), expected, strict=True):
+        torch.testing.assert_close(ours, one)
+    del others[0]["left"]
+    with pytest.raises(StateError):
+        train(found, optimizer, steps=range(1))

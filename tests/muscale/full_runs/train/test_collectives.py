@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, cast, get_args
 
 import pytest
@@ -136,30 +137,38 @@ def test_ranks_that_share_products_gather_and_scatter_the_stream_once_a_sublayer
     assert found.calls == expected
 
 
+def products(rows: int, columns: int) -> int:
+    return max(rows, columns) * min(rows, columns) ** 2
+
+
+def kept(rows: int, columns: int) -> int:
+    return 2 * (rows * columns + rows**2 + columns**2)
+
+
 @pytest.mark.parametrize(
     "parallelism",
     [Parallelism(), Parallelism(tensor_parallel=2), Parallelism(sharding="hybrid", shard_ranks=4)],
     ids=["full", "tensor", "hybrid"],
 )
-def test_a_step_of_muon_sends_its_parts_of_the_matrices_once_and_those_it_orthogonalised_once(
-    parallelism: Parallelism,
+@pytest.mark.parametrize(
+    ("optimizer", "cost", "dtype"), [("muon", products, torch.bfloat16), ("soap", kept, torch.float32)]
+)
+def test_a_step_sends_its_parts_of_the_matrices_once_and_the_updates_of_those_it_owns_once(
+    parallelism: Parallelism, optimizer: OptimizerName, cost: Callable[[int, int], int], dtype: torch.dtype
 ) -> None:
     with rank_of(0, RANKS):
         model = built(parallelism)
-        found = counted_in_a_step(model, "muon")
+        found = counted_in_a_step(model, optimizer)
         matrices = [cast(DTensor, p) for p in model.blocks.parameters() if p.ndim == 2]
-        share = WholeMatrices(matrices)
+        share = WholeMatrices(matrices, cost)
     copies = 2 if parallelism.sharding == "hybrid" else 1
-    costs = [max(matrix.shape) * min(matrix.shape) ** 2 for matrix in matrices]
-    work = [
-        sum(cost for cost, owner in zip(costs, share.owners, strict=True) if owner == rank) for rank in range(RANKS)
-    ]
+    costs = [cost(*matrix.shape) for matrix in matrices]
+    work = [sum(of for of, owner in zip(costs, share.owners, strict=True) if owner == rank) for rank in range(RANKS)]
     assert max(work) - min(work) <= max(costs)
     here = [n for n, owner in enumerate(share.owners) if owner < RANKS // copies]  # in this rank's copy of the model
     sent = sum(matrices[n].to_local().numel() for n in here)
-    orthogonalised = copies * sum(m.numel() for m, owner in zip(matrices, share.owners, strict=True) if owner == 0)
-    expected = Counter(("all-to-all", torch.bfloat16, 2 * size) for size in (sent, orthogonalised))
-    assert found.calls == expected
+    owned = copies * sum(m.numel() for m, owner in zip(matrices, share.owners, strict=True) if owner == 0)
+    assert found.calls == Counter(("all-to-all", dtype, dtype.itemsize * size) for size in (sent, owned))
 
 
 @pytest.mark.parametrize("parallelism", [Parallelism(), Parallelism(tensor_parallel=2)], ids=["full", "tensor"])
@@ -182,19 +191,3 @@ def test_a_step_of_lamb_reduces_two_norms_of_each_tensor_that_starts_at_random_v
         found = counted_in_a_step(model, "lamb")
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     assert found.calls == Counter([("all-reduce", torch.float32, FP32 * 2 * len(matrices))])
-
-
-@pytest.mark.parametrize("parallelism", [Parallelism(), Parallelism(tensor_parallel=2)], ids=["full", "tensor"])
-def test_a_step_of_soap_sends_its_parts_of_the_matrices_once_and_the_updates_of_those_it_owns_once(
-    parallelism: Parallelism,
-) -> None:
-    with rank_of(0, RANKS):
-        model = built(parallelism)
-        found = counted_in_a_step(model, "soap")
-        by_shape: dict[tuple[int, ...], list[DTensor]] = {}
-        for parameter in model.blocks.parameters():
-            if parameter.ndim == 2:
-                by_shape.setdefault(tuple(parameter.shape), []).append(cast(DTensor, parameter))
-    sent = sum(matrix.to_local().numel() for matrices in by_shape.values() for matrix in matrices)
-    owned = sum(-(-len(matrices) // RANKS) * matrices[0].numel() for matrices in by_shape.values())
-    assert found.calls == Counter(("all-to-all", torch.float32, FP32 * size) for size in (sent, owned))
