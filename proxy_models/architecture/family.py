@@ -502,10 +502,9 @@ def _shapes(family: Family, width: int, depth: int, base_width: int) -> dict[str
                 f"{name}: parameters must be built in float32, in which their updates are summed; got {parameter.dtype}; "
                 "numerics.precision sets the dtype of the model's products"
             )
-    if sparse := [name for name, module in target.named_modules() if getattr(module, "sparse", False)]:
-        raise FamilyError(
-            f"{', '.join(sparse)}: gradients must be dense, to be clipped and averaged; got sparse = True"
-        )
+    for name, module in target.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module.sparse:
+            raise FamilyError(f"{name}: gradients must be dense, to be clipped and averaged; got sparse = True")
     weight = target.get_parameter(f"{family.readout}.weight")
     shapes = module_shapes(
         target,
