@@ -332,8 +332,8 @@ def test_convolutions_and_stacks_pass_the_check_and_a_stack_has_the_norm_of_its_
     rows = check.measurements
     found = rows[(rows["quantity"] == "norm of experts") & (rows["width"] == 128)]["rms"]
     assert len(found)
-    # Of an (2w, w) matrix of entries of variance 1/w: √2 + 1 (Marchenko and Pastur); of the flattened stack √(2w).
-    assert found.tolist() == pytest.approx([2**0.5 + 1] * len(found), rel=0.05)
+    # Of a (2w, w) matrix of entries of variance 1/w: √2 + 1 (Marchenko and Pastur), over √(2w / w); of the flattened stack √(2w).
+    assert found.tolist() == pytest.approx([(2**0.5 + 1) / 2**0.5] * len(found), rel=0.05)
 
 
 def test_the_coordinate_check_passes_over_width_and_depth(corpus: Corpus) -> None:
