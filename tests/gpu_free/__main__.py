@@ -21,7 +21,7 @@ from tests.gpu_free.host_waits import CASES, STEPS, taken
 
 TOLERANCE = 0.05
 NEGLIGIBLE = 0.005
-"""Most by which an evaluation may exceed its bound: held-out sequences, which a run has on the CPU, and tables of angles."""
+"""Most by which an evaluation may exceed its bound, which counts no tables of angles and other small buffers."""
 LOOSE = 0.5
 """Most by which the estimate, an upper bound, may exceed the peak of a schedule that computes gradients of weights apart."""
 
