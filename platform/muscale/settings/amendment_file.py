@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from muscale.errors import StudyFileError
-from muscale.settings.continuation_file import ParentSettings
-from muscale.settings.corpus import CorpusSettings, Weight
-from muscale.settings.further_corpus import further_errors
-from muscale.settings.overrides import Overrides, override
+from muscale.settings.continuation_file import FurtherRun, require_comparable_rates
+from muscale.settings.corpus import Weight
 from muscale.settings.plan import OF_MODEL
-from muscale.settings.strict import StrictTable, format_errors, lists_to_tuples, rule_of
-from muscale.settings.toml_file import read_toml
+from muscale.settings.strict import StrictTable, rule_of
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS, OptimizerName
 from proxy_models.recipes.continued import ContinuedSchedule
 
 OF_ROUTING = {"balance_rate": float, "balance_loss": float, "router_z_loss": float}
 MODEL_CHANGES = {name: kind for name, kind in (OF_MODEL | OF_ROUTING).items() if name not in CARRIED_EXPERTS}
 """Settings of the model that leave the tensors' shapes as they are, and their types."""
-INLINE = "muscale amend"  # where an amendment without a file is written
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -55,41 +49,23 @@ class AmendedHyperparameters(StrictTable):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.learning_rate and self.learning_rate_factor:
-            raise ValueError(
-                f"learning_rate and learning_rate_factor can't be combined, got {self.learning_rate} and {self.learning_rate_factor}"
-            )
-        if self.optimizer and not (self.learning_rate and self.rewarm_tokens):
-            raise ValueError(
-                f'optimizer = "{self.optimizer}" needs learning_rate, because rates of two optimizers are not comparable, '
-                f"and rewarm_tokens, because its moments start at zero; got {self.learning_rate} and {self.rewarm_tokens}"
-            )
+        require_comparable_rates(self)
         return self
 
 
-class AmendmentFile(StrictTable):
-    """An amendment.
-
-    Paths in [corpus] are relative to the file. Without [corpus], the run reads on where its parent stopped.
-    """
+class AmendmentFile(FurtherRun):
+    """An amendment. Without [corpus], the run reads on where its parent stopped."""
 
     reason: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] | None = None  # none: amended_<tokens>
     n_tokens: PositiveInt | None = None  # length of the whole run, with the parent's tokens; none: the parent's length
     seed: int | None = None  # seed of the data order of a new corpus; none: the parent's
     control: PositiveInt | None = None  # steps of the parent's recipe to train for comparison
-    parent: ParentSettings = ParentSettings()
     hyperparameters: AmendedHyperparameters = AmendedHyperparameters()
     model: dict[str, Any] = Field(default_factory=dict)
     mixture: dict[str, Weight] = Field(default_factory=dict)  # new weights of the parent's sources
     # share of the whole run at which the last stage of the parent's corpus begins; 1: not in this run
     until_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    corpus: CorpusSettings = CorpusSettings()
-
-    @property
-    def own_corpus(self) -> CorpusSettings | None:
-        """[corpus], if there is one."""
-        return self.corpus if "corpus" in self.model_fields_set else None
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -127,25 +103,3 @@ class AmendmentFile(StrictTable):
         if self.seed is not None and not self.own_corpus:
             raise ValueError(f"seed orders the text of a new corpus and needs [corpus], got {self.seed}")
         return self
-
-    @classmethod
-    def read(cls, path: Path | None, overrides: Overrides = (), *, vocab_size: int) -> Self:
-        """Read an amendment for a model of this vocabulary.
-
-        Args:
-            path: File of the amendment; None: the overrides have all of it.
-            overrides: Values that replace the file's, as for a study file.
-
-        Raises:
-            StudyFileError: Naming file, key, rule and value of each error.
-        """
-        where = str(path or INLINE)
-        values = read_toml(path, StudyFileError) if path else {}
-        override(values, overrides)
-        try:
-            file = cls(**lists_to_tuples(values))
-        except pydantic.ValidationError as error:
-            raise StudyFileError("\n".join(format_errors(error, where, cls))) from error
-        if file.own_corpus and (problems := further_errors(file.own_corpus, vocab_size)):
-            raise StudyFileError("\n".join(f"{where}: {problem}" for problem in problems))
-        return file

@@ -11,11 +11,14 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from muscale.errors import StudyFileError
 from muscale.settings.corpus import CorpusSettings
 from muscale.settings.further_corpus import further_errors
+from muscale.settings.overrides import Overrides, override
 from muscale.settings.strict import StrictTable, format_errors, lists_to_tuples
 from muscale.settings.toml_file import read_toml
 from proxy_models.architecture.parametrization import OptimizerName
 from proxy_models.recipes.continued import ContinuedSchedule
 from proxy_models.recipes.schedule import COOLING
+
+INLINE = "muscale amend"  # where an amendment without a file is written
 
 
 class ParentSettings(StrictTable):
@@ -25,12 +28,46 @@ class ParentSettings(StrictTable):
     tokens: PositiveInt | None = None  # tokens of that run at the checkpoint; none: its end
 
 
-class ContinuationFile(StrictTable):
-    """A continuation file.
+class FurtherRun(StrictTable):
+    """A file of a run that starts from a checkpoint of another one.
 
     Paths in [corpus] are relative to the file. Without [corpus] the parent's corpus is used. A [corpus] without `tokenizer`,
     `validation_fraction` or `evaluation_tokens` inherits them.
     """
+
+    parent: ParentSettings = ParentSettings()
+    corpus: CorpusSettings = CorpusSettings()
+
+    @property
+    def own_corpus(self) -> CorpusSettings | None:
+        """[corpus] if the file has one."""
+        return self.corpus if "corpus" in self.model_fields_set else None
+
+    @classmethod
+    def read(cls, path: Path | None, overrides: Overrides = (), *, vocab_size: int) -> Self:
+        """Read a file for a model of this vocabulary.
+
+        Args:
+            path: None: the overrides have all of it.
+            overrides: Values that replace the file's, as for a study file.
+
+        Raises:
+            StudyFileError: Naming file, key, rule and value of each error.
+        """
+        where = str(path or INLINE)
+        values = read_toml(path, StudyFileError) if path else {}
+        override(values, overrides)
+        try:
+            file = cls(**lists_to_tuples(values))
+        except pydantic.ValidationError as error:
+            raise StudyFileError("\n".join(format_errors(error, where, cls))) from error
+        if file.own_corpus and (problems := further_errors(file.own_corpus, vocab_size)):
+            raise StudyFileError("\n".join(f"{where}: {problem}" for problem in problems))
+        return file
+
+
+class ContinuationFile(FurtherRun):
+    """A continuation file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     n_tokens: PositiveInt  # tokens of the continuation, without the parent's
@@ -42,13 +79,6 @@ class ContinuationFile(StrictTable):
     final_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1  # share of the peak, at the end of "cosine"
     optimizer: OptimizerName | None = None  # replaces the parent's, whose moments are dropped
     seed: int | None = None  # seed of the data order of a new corpus; none: the parent's
-    parent: ParentSettings = ParentSettings()
-    corpus: CorpusSettings = CorpusSettings()
-
-    @property
-    def own_corpus(self) -> CorpusSettings | None:
-        """[corpus] if the file has one."""
-        return self.corpus if "corpus" in self.model_fields_set else None
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -63,31 +93,22 @@ class ContinuationFile(StrictTable):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
-        given = self.model_fields_set
-        if "learning_rate" in given and "learning_rate_factor" in given:
-            raise ValueError(
-                f"learning_rate and learning_rate_factor can't be combined, got {self.learning_rate} and "
-                f"{self.learning_rate_factor}"
-            )
+        require_comparable_rates(self)
         for name, readers in (("cooldown_fraction", COOLING), ("final_fraction", ("cosine",))):
-            if name in given and self.schedule not in readers:
+            if name in self.model_fields_set and self.schedule not in readers:
                 raise ValueError(
                     f'{name} is for schedule {" and ".join(readers)}, got {getattr(self, name)} with "{self.schedule}"'
                 )
-        if self.optimizer and (self.learning_rate is None or not self.rewarm_tokens):
-            raise ValueError(
-                f'optimizer = "{self.optimizer}" needs learning_rate, because rates of two optimizers are not comparable, '
-                f"and rewarm_tokens, because its moments start at zero; got {self.learning_rate} and {self.rewarm_tokens}"
-            )
         return self
 
-    @classmethod
-    def read(cls, path: Path, *, vocab_size: int) -> Self:
-        """Read a file for a model of this vocabulary; raise StudyFileError naming file, key, rule and value of each error."""
-        try:
-            file = cls(**lists_to_tuples(read_toml(path, StudyFileError)))
-        except pydantic.ValidationError as error:
-            raise StudyFileError("\n".join(format_errors(error, str(path), cls))) from error
-        if file.own_corpus and (problems := further_errors(file.own_corpus, vocab_size)):
-            raise StudyFileError("\n".join(f"{path}: {problem}" for problem in problems))
-        return file
+
+def require_comparable_rates(file: Any) -> None:
+    """Refuse a rate that is stated twice, and another optimizer without a stated rate; raise ValueError."""
+    rate, factor, rewarm = file.learning_rate, file.learning_rate_factor, file.rewarm_tokens
+    if {"learning_rate", "learning_rate_factor"} <= file.model_fields_set:
+        raise ValueError(f"learning_rate and learning_rate_factor can't be combined, got {rate} and {factor}")
+    if file.optimizer and not (rate and rewarm):
+        raise ValueError(
+            f'optimizer = "{file.optimizer}" needs learning_rate, because rates of two optimizers are not comparable, '
+            f"and rewarm_tokens, because its moments start at zero; got {rate} and {rewarm}"
+        )
