@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from muscale.settings.strict import StrictTable
+from muscale.settings.strict import StrictTable, broken
 from proxy_models.data.cleaning.clean import MOST_REMOVED, clean
 from proxy_models.data.cleaning.cleaned import Cleaned
 from proxy_models.data.cleaning.cleaning_step import CleaningStep
@@ -108,10 +108,8 @@ class CleanSettings(StrictTable):
 
     def errors(self, sources: Mapping[str, Source]) -> list[str]:
         """Broken rules across keys, one per line; reads no file."""
-        try:
-            list(self.steps(Path()))
-        except ValueError as error:
-            return [f"corpus.clean.quality: {error}"]
+        if faulty := broken("corpus.clean.quality", lambda: [*self.steps(Path())]):
+            return faulty
         given = [name for name, source in sources.items() if source.kind == "tokens"]
         problems = [f'corpus.clean: needs text, but {name} is of kind "tokens"' for name in given]
         prompted = [name for name, source in sources.items() if source.has_prompts]

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from muscale.errors import StageError
 from muscale.layout import CLEANED
 from muscale.settings.cleaning import CleanSettings
-from muscale.settings.strict import StrictTable
+from muscale.settings.strict import StrictTable, broken
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.data.cleaning.cleaned import Cleaned
@@ -124,16 +124,9 @@ class CorpusSettings(FileSettings):
                 problems.append(f"corpus.sources.{name}.weight: {rule}")
         if problems:
             return problems
-        builds: tuple[tuple[str, Callable[[], object]], ...] = (
-            ("corpus.sources" if self.sources else "corpus", lambda: sources(self, Path())),
-            ("corpus.stages" if self.stages else "corpus.sources", lambda: mixture(self)),
-            ("corpus.tokenizer", lambda: tokenizer(self, Path(), model_vocab_size)),
-        )
-        for key, build in builds:
-            try:
-                build()
-            except ValueError as error:
-                problems.append(f"{key}: {error}")
+        problems += broken("corpus.sources" if self.sources else "corpus", sources, self, Path())
+        problems += broken("corpus.stages" if self.stages else "corpus.sources", mixture, self)
+        problems += broken("corpus.tokenizer", tokenizer, self, Path(), model_vocab_size)
         if self.clean and not problems:
             problems += self.clean.errors(sources(self, Path()))
         needed = vocabularies(self)

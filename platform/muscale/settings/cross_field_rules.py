@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from muscale.settings.plan import BUDGETS, Shape, model_with_explicit, with_explicit
 from muscale.settings.space_rules import invalid_batches, model_errors, space_errors
+from muscale.settings.strict import broken
 from muscale.settings.tables import CheckSettings, StudyTables
 from muscale.settings.variant_rules import variants_errors
 from proxy_models.architecture.families import ModelFamily, family_of, is_imported
@@ -52,18 +53,13 @@ def cross_field_errors(config: StudyTables) -> list[str]:
     if not any(problem.startswith("sweep.n_tokens:") for problem in problems):
         problems += _warmup_errors(config)
     problems += _explicit_errors(config)
-    problems += _use_case_errors(config)
+    if config.use_case:
+        problems += config.use_case.cross_field_errors(config.plan, config.scores.tasks if config.scores else ())
     problems += _scores_errors(config)
     problems += variants_errors(config)
     if not problems:
         problems += budget_errors(config)
     return problems
-
-
-def _use_case_errors(config: StudyTables) -> Iterator[str]:
-    """Limits and targets of [use_case] that other tables do not support."""
-    if config.use_case:
-        yield from config.use_case.cross_field_errors(config.plan, config.scores.tasks if config.scores else ())
 
 
 def _scores_errors(config: StudyTables) -> Iterator[str]:
@@ -138,29 +134,25 @@ def _promote_errors(config: StudyTables) -> Iterator[str]:
 
 def _shape_errors(config: StudyTables) -> Iterator[str]:
     """Shapes that the family does not have."""
-    widths = [
-        ("check.widths", width) for width in config.check.widths if not (config.trainer or config.initial_weights)
-    ]
-    widths += [("transfer.widths", width) for width in config.transfer.widths]
-    shapes = [(key, Shape(width=width)) for key, width in widths]
-    shapes += [("ladder.stems", stem) for stem in config.ladder.stems]
-    shapes += [("compare.stems", stem) for stem in config.compare.stems]
-    shapes += [("compare.widths", Shape(width=width)) for width in config.compare.widths]
-    for key, shape in shapes:
-        try:
-            shape.of(config.family)
-        except ValueError as error:
-            yield f"{key}: {error}"
+    checked = () if config.trainer or config.initial_weights else config.check.widths
+    shapes = [("check.widths", Shape(width=width)) for width in checked]
+    for key, shape in (*shapes, *_shapes(config)):
+        yield from broken(key, shape.of, config.family)
     explicit = {name: value for name, value in config.plan.explicit.items() if name in CARRIED_EXPERTS}
     try:
         family = ModelFamily(base=model_with_explicit(config.model, explicit))
     except ValueError:
         return  # named by `_explicit_errors`
     for planned in config.plan.shapes:
-        try:
-            planned.of(family)
-        except ValueError as error:
-            yield f"plan.shapes: {error}"
+        yield from broken("plan.shapes", planned.of, family)
+
+
+def _shapes(config: StudyTables) -> Iterator[tuple[str, Shape]]:
+    """Shapes of the proxies, with the keys that name them."""
+    yield from (("transfer.widths", Shape(width=width)) for width in config.transfer.widths)
+    yield from (("ladder.stems", stem) for stem in config.ladder.stems)
+    yield from (("compare.stems", stem) for stem in config.compare.stems)
+    yield from (("compare.widths", Shape(width=width)) for width in config.compare.widths)
 
 
 def _mixture_errors(config: StudyTables) -> Iterator[str]:
@@ -188,12 +180,7 @@ def _given_weights_errors(config: StudyTables) -> Iterator[str]:
         yield f"initial_weights: the [trainer] program has its own initial values; leave it out, got {config.initial_weights!r}"
     if "check" in config.model_fields_set:
         yield "check: compares several widths, but initial_weights have one; leave out [check]"
-    shapes = [("transfer.widths", Shape(width=width)) for width in transfer.widths]
-    shapes += [("ladder.stems", stem) for stem in config.ladder.stems]
-    shapes += [("compare.stems", stem) for stem in config.compare.stems]
-    shapes += [("compare.widths", Shape(width=width)) for width in config.compare.widths]
-    shapes += [("plan.shapes", shape) for shape in config.plan.shapes]
-    for key, shape in shapes:
+    for key, shape in (*_shapes(config), *(("plan.shapes", shape) for shape in config.plan.shapes)):
         own = (base.d_model, base.n_layers, getattr(base, "n_experts", None))
         if (shape.width, shape.depth or base.n_layers, shape.n_experts or own[2]) != own:
             rule = f"must have the shape of initial_weights, width {base.d_model} and depth {base.n_layers}"
@@ -243,10 +230,7 @@ def _length_errors(config: StudyTables) -> Iterator[str]:
     lengths += [("transfer.n_tokens", config.transfer.n_tokens * fraction) for fraction in config.transfer.horizons]
     lengths += [("ladder.stems.n_tokens", s.n_tokens / 2 ** ((s.branches - 1) / 2)) for s in config.ladder.stems]
     for key, n_tokens in lengths:
-        try:
-            chain(h, h.whole_batches(n_tokens))
-        except (ValueError, OverflowError) as error:
-            yield f"{key}: {error}"
+        yield from broken(key, lambda n: chain(h, h.whole_batches(n)), n_tokens)
 
 
 def _stage_errors(config: StudyTables) -> Iterator[str]:
@@ -358,17 +342,9 @@ def _elastic_errors(config: StudyTables) -> Iterator[str]:
         )
 
 
-def _check_errors(check: CheckSettings) -> list[str]:
-    rules: list[tuple[str, Callable[[], None]]] = [
-        ("check.widths", lambda: require_sizes("width", check.widths)),
-        ("check.seeds", lambda: require_seeds(check.seeds)),
-    ]
+def _check_errors(check: CheckSettings) -> Iterator[str]:
+    """Widths, depths and seeds that a check can't compare."""
+    yield from broken("check.widths", require_sizes, "width", check.widths)
+    yield from broken("check.seeds", require_seeds, check.seeds)
     if check.depths:
-        rules.append(("check.depths", lambda: require_sizes("depth", check.depths)))
-    problems = []
-    for key, rule in rules:
-        try:
-            rule()
-        except ValueError as error:
-            problems.append(f"{key}: {error}")
-    return problems
+        yield from broken("check.depths", require_sizes, "depth", check.depths)

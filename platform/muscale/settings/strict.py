@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -90,6 +90,15 @@ def rule_of(detail: Mapping[str, Any]) -> str:
             least = detail["ctx"]["min_length"]
             return f"must have at least {least} {'entry' if least == 1 else 'entries'}"
     return str(detail["msg"]).removeprefix("Value error, ").replace("Input should be", "must be", 1)
+
+
+def broken(key: str, rule: Callable[..., object], *values: object) -> list[str]:
+    """One line for the rule that a call with these values breaks by ValueError or OverflowError; none if it breaks none."""
+    try:
+        rule(*values)
+    except (ValueError, OverflowError) as error:
+        return [f"{key}: {error}"]
+    return []
 
 
 def _format_error(detail: dict[str, Any], where: str, allowed: type[BaseModel] | Sequence[str], separator: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from muscale.settings.strict import AllDiffer, StrictTable
+from muscale.settings.strict import AllDiffer, StrictTable, broken
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.schedule import COOLING, ScheduleName
 from proxy_models.recipes.stages import CHANGEABLE
@@ -79,10 +79,7 @@ class SweepSettings(StrictTable):
                 f"sweep.schedule: a search compares trials that end at the same length, under {', '.join((*COOLING, *DECAYING))}; "
                 f'got "{searched}"'
             )
-        try:
-            replace(h, schedule=searched)
-        except ValueError as error:
-            yield f"sweep.schedule: {error}"
+        yield from broken("sweep.schedule", lambda: replace(h, schedule=searched))
         for rank_by, schedules in (("stable", COOLING), ("annealed", COOLING), ("mid_decay", DECAYING)):
             if self.rank_by == rank_by and searched not in schedules:
                 yield f'sweep.rank_by: "{rank_by}" is for schedule {" or ".join(schedules)}, got "{searched}"'
