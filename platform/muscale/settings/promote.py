@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -136,22 +135,14 @@ class PromoteSettings(StrictTable):
             layout = self.parallelism
             # raises; a node's ranks are not known yet
             layout.grid(self.workers, node_ranks=layout.sequence_ranks * layout.expert_parallel)
-        elif fault := next(self._apart(), ""):
-            raise ValueError(fault)
-        elif self.sharding == "auto" and self.shard_ranks is not None:
+            return self
+        groups = {name: ranks for name in GROUPS if (ranks := getattr(self, name)) not in (1, "auto")}
+        if len(groups) > 1 and (experts := groups.pop("expert_parallel", None)):
+            other, ranks = groups.popitem()
+            raise ValueError(f"expert_parallel must be 1 with {other} = {ranks}, got {experts}")
+        if self.sharding == "auto" and self.shard_ranks is not None:
             raise ValueError(f'shard_ranks is for sharding = "hybrid", got {self.shard_ranks} with "auto"')
         return self
-
-    def _apart(self) -> Iterator[str]:
-        """Generate the pairs of stated groups of workers that exclude each other."""
-        stated = {name: value for name in GROUPS if (value := getattr(self, name)) not in (1, "auto")}
-        for one, other in (
-            ("expert_parallel", "tensor_parallel"),
-            ("expert_parallel", "context_parallel"),
-            ("expert_parallel", "pipeline_parallel"),
-        ):
-            if one in stated and other in stated:
-                yield f"{one} must be 1 with {other} = {stated[other]}, got {stated[one]}"
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
@@ -204,24 +195,8 @@ class PromoteSettings(StrictTable):
     @property
     def parallelism(self) -> Parallelism:
         """The layout over the workers, outside the run's key; raises StageError if a part is "auto", which a promotion chooses."""
-        sharding, tensor, stages = self.sharding, self.tensor_parallel, self.pipeline_parallel
-        context, experts, checkpointing = self.context_parallel, self.expert_parallel, self.activation_checkpointing
-        if (
-            sharding == "auto"
-            or tensor == "auto"
-            or context == "auto"
-            or stages == "auto"
-            or checkpointing == "auto"
-            or experts == "auto"
-        ):
+        if self.open_layout:
             raise StageError(f'promote.{self.open_layout[0]}: "auto" is for `muscale promote`; set the layout here')
-        return Parallelism(
-            sharding=sharding,
-            shard_ranks=self.shard_ranks,
-            tensor_parallel=tensor,
-            context_parallel=context,
-            expert_parallel=experts,
-            pipeline_parallel=stages,
-            pipeline_schedule=self.pipeline_schedule,
-            checkpointing=checkpointing,
-        )
+        names = ("sharding", "shard_ranks", *GROUPS, "pipeline_schedule")
+        stated: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return Parallelism(**stated, checkpointing=cast(Checkpointing, self.activation_checkpointing))
