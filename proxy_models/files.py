@@ -34,6 +34,21 @@ def atomic_write(path: Path) -> Iterator[Path]:
             raise
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file by `atomic_write`."""
+    with atomic_write(path) as unfinished:
+        unfinished.write_text(text)
+
+
+def read_at_most(path: Path, n_bytes: int) -> bytes:
+    """Read a file that somebody else may have written; raise ValueError if it is longer."""
+    with path.open("rb") as file:
+        content = file.read(n_bytes + 1)
+    if len(content) > n_bytes:
+        raise ValueError(f"must have at most {n_bytes:,} bytes, but has more")
+    return content
+
+
 @contextmanager
 def named(path: Path) -> Iterator[None]:
     """Add the path to an operating system's error within the block that names no file."""

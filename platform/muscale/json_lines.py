@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from proxy_models.files import atomic_write, named
+from proxy_models.files import named, write_text
 
 _LONGEST = 1 << 16  # bytes of a record; a record of a full run's metrics has some hundreds (assumed)
 
@@ -56,5 +56,4 @@ def last(file: Path) -> dict[str, Any] | None:
 
 def keep(file: Path, records: list[dict[str, Any]]) -> None:
     """Replace the file's records atomically."""
-    with atomic_write(file) as unfinished:
-        unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_text(file, "".join(json.dumps(record) + "\n" for record in records))

@@ -20,7 +20,7 @@ import tomlkit
 from muscale.errors import StudyDirectoryError, StudyFileError
 from muscale.found_source import found_source
 from muscale.layout import STUDY_FILE
-from proxy_models.files import atomic_write
+from proxy_models.files import write_text
 
 if TYPE_CHECKING:
     from muscale.settings.config import StudyConfig
@@ -192,8 +192,7 @@ def _is_utf8(text: str) -> bool:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as unfinished:
-        unfinished.write_text(text)
+    write_text(path, text)
 
 
 def _place(source: Path, directory: Path) -> str:

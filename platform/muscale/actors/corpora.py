@@ -7,7 +7,7 @@ from pathlib import Path
 
 from muscale.layout import CORPORA, CORPUS
 from proxy_models.data.corpus import Corpus
-from proxy_models.files import atomic_write
+from proxy_models.files import write_text
 
 
 def note(directory: Path, corpus: Corpus) -> None:
@@ -16,8 +16,7 @@ def note(directory: Path, corpus: Corpus) -> None:
     places = {"folder": corpus.folder.name}
     if held_out and held_out.parent == corpus.folder.parent:
         places["held_out"] = held_out.name
-    with atomic_write(_place(directory, corpus.key)) as unfinished:
-        unfinished.write_text(json.dumps(places))
+    write_text(_place(directory, corpus.key), json.dumps(places))
 
 
 def noted(directory: Path, key: str) -> bool:

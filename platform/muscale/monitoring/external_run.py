@@ -23,7 +23,7 @@ from muscale.plans.plan import Plan
 from muscale.store.ledger import Ledger, now
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.statements import find
-from proxy_models.files import atomic_write
+from proxy_models.files import write_text
 
 TOLERANCE = 1e-3  # as a share of D: other frameworks may end on another whole batch (assumed)
 _MOST_LOG = 700.0  # largest loss, so that exp(loss) is finite
@@ -75,8 +75,7 @@ class ExternalRun:
         diverged = next((r for r in records if not all(math.isfinite(r.get(name, 0)) for name in _LOSSES)), None)
         failure = self.directory / FAILURE
         if diverged:
-            with atomic_write(failure) as unfinished:
-                unfinished.write_text(f"the loss is not finite after {diverged['tokens']:,} tokens")
+            write_text(failure, f"the loss is not finite after {diverged['tokens']:,} tokens")
             records = [record for record in records if record["tokens"] < diverged["tokens"]]
         else:
             failure.unlink(missing_ok=True)
@@ -155,8 +154,7 @@ class ExternalRun:
         text = "".join(json.dumps(record) + "\n" for record in records)
         if path.exists() and path.read_text() == text:
             return
-        with atomic_write(path) as unfinished:
-            unfinished.write_text(text)
+        write_text(path, text)
 
     def _record_residual(self, loss: float) -> None:
         forecast = self.ledger.forecast(self.plan.key) or {}

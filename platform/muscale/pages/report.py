@@ -22,7 +22,7 @@ from muscale.pages.search_sections import running_section, search_sections, tran
 from muscale.pages.sections import MAX_ROWS, Section, as_table, drawn, grouped, moment, page_file, templates
 from muscale.pages.study_cost import draw_spending, format_spending
 from proxy_models.data.cleaning.cleaned import removal_examples, removal_table
-from proxy_models.files import atomic_write
+from proxy_models.files import write_text
 
 if TYPE_CHECKING:
     from muscale.full_runs.amend.amended_runs import AmendedRun
@@ -73,8 +73,7 @@ def write_page(
     """
     sources = {"plotly": get_plotlyjs(), "script": "".join(map(page_file, scripts))}
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in sources.values())
-    with atomic_write(path) as unfinished:
-        unfinished.write_text(completed(page(sections, name=name, written=written, policy=policy(hashes), **sources)))
+    write_text(path, completed(page(sections, name=name, written=written, policy=policy(hashes), **sources)))
     return path
 
 

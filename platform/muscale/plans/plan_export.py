@@ -17,7 +17,7 @@ from muscale.programs.job import job_of
 from proxy_models.architecture.families import build, family_of
 from proxy_models.architecture.memory import MAX_ROTATED_DIM
 from proxy_models.architecture.parametrization import ForwardMultipliers, Parametrization, TensorClass
-from proxy_models.files import atomic_write
+from proxy_models.files import write_text
 from proxy_models.recipes.recipe import Recipe
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import MARKS, initial_std, make_optimizer, multipliers_of
@@ -128,8 +128,7 @@ def export(plan: Plan, numerics: Numerics, folder: Path, *, completed: Callable[
         "README.md": completed(readme),
     }
     for name, text in texts.items():
-        with atomic_write(folder / name) as unfinished:
-            unfinished.write_text(text)
+        write_text(folder / name, text)
     return folder
 
 
@@ -148,8 +147,7 @@ def export_job(plan: Plan, numerics: Numerics, folder: Path) -> Path:
     except ValueError as error:
         raise StageError(f"plan: --export: {error}") from error
     (folder / "state").mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as unfinished:
-        unfinished.write_text(json.dumps(job.to_dict(), indent=1) + "\n")
+    write_text(path, json.dumps(job.to_dict(), indent=1) + "\n")
     return path
 
 

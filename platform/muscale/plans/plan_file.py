@@ -27,7 +27,7 @@ from muscale.settings.strict import StrictTable, lists_to_tuples, rule_of, short
 from muscale.settings.tables import ResourceSettings
 from muscale.settings.toml_file import inline, read_toml
 from muscale.store.ledger import Ledger
-from proxy_models.files import atomic_write
+from proxy_models.files import write_text
 
 EDITABLE = "resources"
 DIGEST = "sha256"
@@ -131,8 +131,7 @@ def write(
     if path.exists():
         _require_unedited(path, values)
     path.parent.mkdir(exist_ok=True)
-    with atomic_write(path) as unfinished:
-        unfinished.write_text(completed(text(values)))
+    write_text(path, completed(text(values)))
     return path
 
 

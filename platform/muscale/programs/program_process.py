@@ -21,7 +21,7 @@ import psutil
 
 from muscale.errors import TrainerError
 from muscale.programs.protocol import ROWS, Description, TrainerJob, fill, rows_of
-from proxy_models.files import atomic_write
+from proxy_models.files import write_text
 
 DESCRIBE = "--describe"
 OUTPUT = "output.log"
@@ -164,8 +164,7 @@ def _judge(job: TrainerJob, rows: Mapping[int, float], code: int, log: Path) -> 
 
 
 def _write(job: TrainerJob, folder: Path) -> Path:
-    with atomic_write(folder / "config.json") as unfinished:
-        unfinished.write_text(json.dumps(job.to_dict(), indent=1))
+    write_text(folder / "config.json", json.dumps(job.to_dict(), indent=1))
     return folder / "config.json"
 
 

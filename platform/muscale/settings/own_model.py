@@ -23,7 +23,7 @@ from muscale.settings.strict import StrictTable, TableError, build_strictly
 from proxy_models.architecture.counted import counted_at_any_context, remember
 from proxy_models.architecture.families import load
 from proxy_models.architecture.member import Member, ModuleConfig
-from proxy_models.files import atomic_write
+from proxy_models.files import read_at_most, write_text
 
 ENTRY_POINTS = "muscale.families"
 _MOST_BYTES = 64 << 20  # largest size of a record; a member takes about 500 bytes
@@ -112,8 +112,7 @@ def write_record(directory: Path, model: OwnModel, base: ModuleConfig) -> None:
         read_record(directory, model, "")
     members = [base, *(member for member in counted_at_any_context(base) if member != base)]
     values = {"model": model.model_dump(), "members": [member.to_dict() for member in members]}
-    with atomic_write(directory / MEMBERS) as unfinished:
-        unfinished.write_text(json.dumps(values, indent=1) + "\n")
+    write_text(directory / MEMBERS, json.dumps(values, indent=1) + "\n")
 
 
 def require_same_family(model: Member, base: Member) -> None:
@@ -151,11 +150,7 @@ def _file_of(name: str) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[ModuleConfig]]:
-    with path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"must have at most {_MOST_BYTES:,} bytes, but has more")
-    values = json.loads(content)
+    values = json.loads(read_at_most(path, _MOST_BYTES))
     members = [ModuleConfig.from_dict(member) for member in values["members"]]
     if not members:
         raise ValueError("members: must not be empty")

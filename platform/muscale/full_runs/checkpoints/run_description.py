@@ -12,7 +12,7 @@ from muscale.errors import StageError
 from muscale.full_runs.full_run import FullRun
 from muscale.layout import RUN
 from proxy_models.architecture.parametrization import ForwardMultipliers
-from proxy_models.files import atomic_write
+from proxy_models.files import write_text
 from proxy_models.serialization import Serializable
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.optimizer import multipliers_of
@@ -51,8 +51,7 @@ class RunDescription(Serializable):
     def write(self, directory: Path) -> None:
         """Write the description atomically to a run's directory."""
         corpus = Path(os.path.relpath(self.corpus.resolve(), directory.resolve()))
-        with atomic_write(directory / RUN) as unfinished:
-            unfinished.write_text(json.dumps(replace(self, corpus=corpus).to_dict(), indent=1))
+        write_text(directory / RUN, json.dumps(replace(self, corpus=corpus).to_dict(), indent=1))
 
     @classmethod
     def read(cls, directory: Path) -> Self:

@@ -31,7 +31,7 @@ from muscale.settings.strict import short_repr
 from muscale.store.lease import full_run_lease, lease
 from muscale.store.open_ledger import open_ledger
 from proxy_models.architecture.member import Member
-from proxy_models.files import atomic_write
+from proxy_models.files import read_at_most, write_text
 from proxy_models.training.numerics import Numerics
 
 PREPARED = "prepared.json"
@@ -73,8 +73,7 @@ def prepare(
         specification[STUDY] = {"file": commands.study.name, "set": list(commands.settings)}
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / PREPARED
-    with atomic_write(path) as unfinished:
-        unfinished.write_text(json.dumps({**specification, "run": _run_of(plan, config, numerics)}, indent=1) + "\n")
+    write_text(path, json.dumps({**specification, "run": _run_of(plan, config, numerics)}, indent=1) + "\n")
     return Prepared(path=str(path), workers=config.promote.workers)
 
 
@@ -126,11 +125,7 @@ def _config(values: dict[str, Any], model: Member, path: Path) -> StudyConfig:
 
 
 def _read_values(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"must have at most {_MOST_BYTES:,} bytes, but has more")
-    values = json.loads(content)
+    values = json.loads(read_at_most(path, _MOST_BYTES))
     if not isinstance(values, dict):
         raise TypeError(f"must be a table, got {short_repr(values)}")
     return values

@@ -21,7 +21,7 @@ from muscale.full_runs.distributed import rank
 from muscale.full_runs.records import goodput, retries
 from muscale.layout import EVALUATIONS, FAILURE, METRICS, RESULT
 from muscale.store.spike_handling import Incident, read_incidents, record_incident, utc_now
-from proxy_models.files import atomic_write
+from proxy_models.files import write_text
 
 
 def finished(directory: Path) -> dict[str, Any] | None:
@@ -91,15 +91,13 @@ class Attempt:
             "goodput": goodput.measure(self.directory, blocked_at_end=blocked).to_dict(),
             "incidents": [incident.to_dict() for incident in read_incidents(self.directory)],
         }
-        with atomic_write(self.directory / RESULT) as unfinished:
-            unfinished.write_text(json.dumps(result))
+        write_text(self.directory / RESULT, json.dumps(result))
         return result
 
 
 def keep_failure(directory: Path, error: Exception) -> None:
     """Write the error for which a run failed for good to its directory, where `muscale watch` reads it."""
-    with atomic_write(directory / FAILURE) as unfinished:
-        unfinished.write_text(str(error))
+    write_text(directory / FAILURE, str(error))
 
 
 def _why_ended(known: list[dict[str, Any]]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from muscale.formatting import finite
-from proxy_models.files import atomic_write
+from proxy_models.files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,7 @@ class GpuReport:
 
     def write(self, file: Path) -> None:
         """Write the report as JSON."""
-        with atomic_write(file) as unfinished:
-            unfinished.write_text(json.dumps(finite(self.to_dict()), indent=1))
+        write_text(file, json.dumps(finite(self.to_dict()), indent=1))
 
     def __str__(self) -> str:
         wide = max(len(check.what) for check in self.checks)
