@@ -91,6 +91,11 @@ def first_line(error: Exception) -> str:
     return next(iter(str(getattr(error, "orig", None) or error).splitlines()), type(error).__name__)
 
 
+def one_line(error: object) -> str:
+    """Return a library's message in one line of at most 300 characters."""
+    return " ".join(str(error).split())[:300]
+
+
 def last_line(error: Exception) -> str:
     """Return the last line of a Ray error, which states the reason after the ids."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from muscale.errors import StageError, first_line
+from muscale.errors import StageError, first_line, one_line
 from muscale.importers.imported_space import ImportedSpace, discrete, place_of, space_from, stepped
 from muscale.settings.strict import short_repr
 from muscale.store.read_only import connect, fault_of
@@ -30,7 +30,6 @@ _OF_OPTUNA = (
     *(AttributeError, ArithmeticError, AssertionError),
 )
 """Errors that Optuna's readers raise for rows that Optuna did not write."""
-_LONGEST = 300  # characters of such an error's message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ def _readable(text: str) -> Iterator[None]:
         raise
     except (sqlite3.Error, sa.exc.SQLAlchemyError, *_OF_OPTUNA) as error:
         known = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
-        reason = " ".join(first_line(known).split())[:_LONGEST] if isinstance(known, Exception) else ""
+        reason = one_line(first_line(known)) if isinstance(known, Exception) else ""
         raise StageError(f"optuna: {text}: can't be read: {reason or type(error).__name__}") from error
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from muscale.errors import StageError
+from muscale.errors import StageError, one_line
 from muscale.formatting import format_read_error
 from muscale.importers.imported_space import ImportedSpace, discrete, multiples_within, normal, space_from, stepped
 from muscale.settings.strict import short_repr
@@ -20,7 +20,6 @@ _MOST_ETA, _MOST_BRACKETS = 1000.0, 100  # a study file's bounds of reduction_fa
 _RUNGS = 4  # if the file states none: the study file's default
 _SCIENTIFIC = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
 _IF_VALUES = "if they are values, the name is log_uniform_values, inv_log_uniform_values or q_log_uniform_values"
-_LONGEST = 300  # characters of a library's message
 
 
 def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
@@ -75,7 +74,7 @@ def _load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(format_read_error(error)) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"can't be read as YAML: {' '.join(str(error).split())[:_LONGEST]}") from error
+        raise ValueError(f"can't be read as YAML: {one_line(error)}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"must be a table with method and parameters, got {short_repr(tree)}")
     return tree

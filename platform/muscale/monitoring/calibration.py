@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from scipy.stats import binomtest
 
-from muscale.errors import StudyDirectoryError
+from muscale.errors import StudyDirectoryError, one_line
 from muscale.full_runs.amend.amended_runs import AmendedRun, amended_runs
 from muscale.full_runs.amend.second_forecast import SecondForecast
 from muscale.full_runs.promote.promotion import Promotion
@@ -23,7 +23,6 @@ from muscale.store.statements import find
 from scaling.fits.forecast import interval_factor
 from scaling.presentation import Result
 
-_LONGEST = 300  # most characters of a reason or a key
 _COVERAGE_LEVEL = 0.9  # level of the interval of the share inside
 _COLUMNS = (
     *(
@@ -117,7 +116,7 @@ def _finished_runs(read: Read, study: str) -> Iterator[dict[str, Any]]:
     forecasts = {row["plan"]: row["payload"] for row in read(find, "forecasts")}
     for kind in (ResultKind.PROMOTION, ResultKind.EXTERNAL_RUN):
         for row in read(find, "results", {"kind": kind.value}):
-            with _refusing(f"{study}: {kind} {row['key'][:_LONGEST]}"):
+            with _refusing(f"{study}: {kind} {one_line(row['key'])}"):
                 yield _row(study, row["payload"], forecasts)
     with _refusing(f"{study}: {ResultKind.AMENDMENT}"):
         for run in amended_runs(read):
@@ -131,8 +130,8 @@ def _refusing(place: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        reason = " ".join(str(error).split())[:_LONGEST]
-        raise StudyDirectoryError(f"{place}: not a finished run: {type(error).__name__}: {reason}") from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise StudyDirectoryError(f"{place}: not a finished run: {reason}") from error
 
 
 def _amended_row(study: str, run: AmendedRun, forecast: SecondForecast, measured: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from muscale.errors import StudyDirectoryError
+from muscale.errors import StudyDirectoryError, one_line
 from muscale.store.read_only import open_read_only
 from muscale.store.statements import find_runs, runs_table
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -83,7 +83,7 @@ def usable_runs(runs: pd.DataFrame, defaults: Hyperparameters, space: Space, num
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # somebody else wrote the ledger
                 raise StudyDirectoryError(
                     f"{runs.attrs.get('ledger', 'the ledger')}: run {row['key']}: can't be read as a run: "
-                    f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    f"{type(error).__name__}: {one_line(error)}"
                 ) from error
             active = space.active({**row["hyperparameters"], **values})
             values = {name: value if name in active else None for name, value in values.items()}

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
-from muscale.errors import StageError
+from muscale.errors import StageError, one_line
 from muscale.layout import MEMBERS
 from muscale.settings.strict import StrictTable, TableError, build_strictly
 from proxy_models.architecture.counted import counted_at_any_context, remember
@@ -27,7 +27,6 @@ from proxy_models.files import read_at_most, write_text
 
 ENTRY_POINTS = "muscale.families"
 _MOST_BYTES = 64 << 20  # largest size of a record; a member takes about 500 bytes
-_LONGEST = 300  # most characters shown of a library's message
 
 
 class OwnModel(StrictTable):
@@ -98,8 +97,7 @@ def read_record(directory: Path, model: OwnModel | None, where: str) -> ModuleCo
             f"{where}.family: its members have not been counted yet ({path} is missing): {remedy}"
         ) from error
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        shown = " ".join(str(error).split())[:_LONGEST]
-        raise TableError(f"{path}: not a record of members: {shown}: {remedy}") from error
+        raise TableError(f"{path}: not a record of members: {one_line(error)}: {remedy}") from error
     if model is not None and table != model.model_dump():
         raise TableError(f"{where}: {path} was recorded for {table}, got {model.model_dump()}: {remedy}")
     remember(members)

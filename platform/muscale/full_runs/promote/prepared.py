@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from muscale.commands import StudyCommands
-from muscale.errors import LedgerUnavailableError, MuscaleError, StageError, StudyDirectoryError
+from muscale.errors import LedgerUnavailableError, MuscaleError, StageError, StudyDirectoryError, one_line
 from muscale.formatting import format_read_error
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
@@ -37,7 +37,6 @@ from proxy_models.training.numerics import Numerics
 PREPARED = "prepared.json"
 STUDY = "study"  # the key of the study's file and settings
 _MOST_BYTES = 16 << 20  # a file has some kilobytes, more with many schedule stages; assumed
-_LONGEST = 300  # characters of a library's message
 _log = logging.getLogger(__name__)
 
 
@@ -99,10 +98,8 @@ def _read(path: Path) -> tuple[StudyConfig, FullRun]:
     except OSError as error:
         raise StageError(f"{path}: {format_read_error(error)}; `muscale promote --prepare` writes one") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:_LONGEST]
-        raise StageError(
-            f"{path}: not a file of `muscale promote --prepare`: {type(error).__name__}: {reason}"
-        ) from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise StageError(f"{path}: not a file of `muscale promote --prepare`: {reason}") from error
     if values.get("run") != found:
         raise StageError(
             f"{path}: run: must be {found}, the hash of the run in the file, got {short_repr(values.get('run'))}: it was edited; "
