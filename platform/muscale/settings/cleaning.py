@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from muscale.settings.strict import StrictTable, broken
-from proxy_models.data.cleaning.clean import MOST_REMOVED, clean
-from proxy_models.data.cleaning.cleaned import Cleaned
+from proxy_models.data.cleaning.clean import MOST_REMOVED
 from proxy_models.data.cleaning.cleaning_step import CleaningStep
 from proxy_models.data.cleaning.exact_duplicates import ExactDuplicates
 from proxy_models.data.cleaning.heuristics import Heuristics, StopWords
@@ -20,9 +18,7 @@ from proxy_models.data.cleaning.leaks import Leaks
 from proxy_models.data.cleaning.line_duplicates import LineDuplicates
 from proxy_models.data.cleaning.near_duplicates import NearDuplicates
 from proxy_models.data.cleaning.quality import Quality
-from proxy_models.data.cleaning.shard_passes import Map
-from proxy_models.data.sources import EMBEDDED, Source, at_home
-from proxy_models.hashing import content_key
+from proxy_models.data.sources import Source, at_home
 
 Share = Annotated[float, Field(ge=0, le=1)]
 DuplicateScope = Literal["none", "source", "global"]
@@ -114,32 +110,3 @@ class CleanSettings(StrictTable):
         problems = [f'corpus.clean: needs text, but {name} is of kind "tokens"' for name in given]
         prompted = [name for name, source in sources.items() if source.has_prompts]
         return problems + [f"corpus.clean: {name} has prompts, which cleaned text does not keep" for name in prompted]
-
-    def write(
-        self,
-        sources: Mapping[str, Source],
-        directory: Path,
-        folder: Path,
-        validation_fraction: float,
-        on_progress: Callable[[int, int], None],
-        *,
-        confirm: Callable[[str], bool] = lambda question: False,
-        parallel_map: Map = map,
-    ) -> Cleaned:
-        """Write the cleaned text of sources into a folder of `folder` that is named by the settings, or open it.
-
-        Raises:
-            CorpusError: If the data can't be used, or a step removes more than `most_removed`.
-        """
-        paths = {name: s.path if s.path == EMBEDDED else os.path.relpath(s.path, folder) for name, s in sources.items()}
-        listed = {name: source.to_dict() | {"path": paths[name]} for name, source in sources.items()}
-        return clean(
-            sources,
-            folder / content_key([self.identity(), listed, validation_fraction]),
-            list(self.steps(directory)),
-            validation_fraction=validation_fraction,
-            most_removed=self.most_removed,
-            confirm=confirm,
-            on_progress=on_progress,
-            parallel_map=parallel_map,
-        )

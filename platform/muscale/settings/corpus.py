@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -14,6 +15,7 @@ from muscale.settings.cleaning import CleanSettings
 from muscale.settings.strict import StrictTable, broken
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
+from proxy_models.data.cleaning.clean import clean
 from proxy_models.data.cleaning.cleaned import Cleaned
 from proxy_models.data.cleaning.shard_passes import Map
 from proxy_models.data.corpus import Corpus
@@ -27,6 +29,7 @@ from proxy_models.data.tokenizer import (
     TokenizerKind,
     TokenizerSettings,
 )
+from proxy_models.hashing import content_key
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -291,7 +294,7 @@ def write_cleaned(
     confirm: Callable[[str], bool] = lambda question: False,
     parallel_map: Map = map,
 ) -> Cleaned:
-    """Write the cleaned text of the sources into a folder of `parent`, or open it.
+    """Write the cleaned text of the sources into a folder of `parent` that is named by the settings, or open it.
 
     Args:
         confirm: Asked if a step would remove more than `most_removed` of a source.
@@ -299,14 +302,17 @@ def write_cleaned(
     Raises:
         CorpusError: If the data can't be used, or a step removes too much.
     """
-    steps = settings.clean or CleanSettings()
-    return steps.write(
-        sources(settings, directory),
-        directory,
-        parent / CLEANED,
-        settings.validation_fraction,
-        on_progress,
+    steps, named, folder = settings.clean or CleanSettings(), sources(settings, directory), parent / CLEANED
+    paths = {name: s.path if s.path == EMBEDDED else os.path.relpath(s.path, folder) for name, s in named.items()}
+    listed = {name: source.to_dict() | {"path": paths[name]} for name, source in named.items()}
+    return clean(
+        named,
+        folder / content_key([steps.identity(), listed, settings.validation_fraction]),
+        list(steps.steps(directory)),
+        validation_fraction=settings.validation_fraction,
+        most_removed=steps.most_removed,
         confirm=confirm,
+        on_progress=on_progress,
         parallel_map=parallel_map,
     )
 
