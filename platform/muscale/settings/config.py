@@ -12,8 +12,7 @@ from typing import Any, Self
 
 import pydantic
 
-from muscale.errors import StudyFileError, TrainerError
-from muscale.formatting import format_read_error
+from muscale.errors import StudyFileError
 from muscale.layout import STUDY_FILE
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.overrides import Overrides, override
@@ -123,18 +122,12 @@ def _program_member(
     except pydantic.ValidationError as error:
         raise TableError from error  # errors of [trainer] are reported with the other tables
     shape = build_strictly(ProgramShape, table, f"{where}: model")
-    try:
-        own = program_model(settings, shape, directory)
-    except OSError as error:
-        raise TableError(f"{where}: trainer.command: {error.filename}: {format_read_error(error)}") from error
+    own = program_model(settings, shape, directory, f"{where}: trainer")
     if not trains:
         return own, read_record(directory, own, f"{where}: model")
     with suppress(TableError):
         read_record(directory, own, "")  # recorded descriptions are not requested again
-    try:
-        return own, described_member(own, directory)
-    except (ValueError, TrainerError) as error:
-        raise TableError(f"{where}: trainer.command: {error}") from error
+    return own, described_member(own, directory, f"{where}: trainer")
 
 
 def _space(table: Any, where: str) -> Space:

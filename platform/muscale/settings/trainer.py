@@ -10,10 +10,11 @@ import pydantic
 from pydantic import Field, PositiveInt
 
 from muscale.errors import TrainerError
+from muscale.formatting import format_read_error
 from muscale.programs.program_family import Program, digest_of
 from muscale.programs.protocol import fill
 from muscale.settings.own_model import OwnModel
-from muscale.settings.strict import StrictTable
+from muscale.settings.strict import StrictTable, TableError
 from proxy_models.architecture.family import qualified_name
 from proxy_models.architecture.member import Member
 from proxy_models.data.corpus import Corpus
@@ -50,17 +51,24 @@ class ProgramShape(StrictTable):
     n_layers: PositiveInt
 
 
-def program_model(settings: TrainerSettings, shape: ProgramShape | Member, directory: Path) -> OwnModel:
+def program_model(settings: TrainerSettings, shape: ProgramShape | Member, directory: Path, where: str) -> OwnModel:
     """[model] of a study with [trainer], as a family whose only code is the program.
 
+    Args:
+        where: The file and the table of the settings, for messages.
+
     Raises:
-        OSError: If a file that the command names can't be read.
+        TableError: If a file that the command names can't be read.
     """
+    try:
+        digest = digest_of(settings.command, directory)
+    except OSError as error:
+        raise TableError(f"{where}.command: {error.filename}: {format_read_error(error)}") from error
     return OwnModel(
         family=qualified_name(Program),
         args={
             "command": shlex.join(settings.command),
-            "digest": digest_of(settings.command, directory),
+            "digest": digest,
             "release": settings.version,
             "step": settings.width_step,
         },
@@ -71,13 +79,15 @@ def program_model(settings: TrainerSettings, shape: ProgramShape | Member, direc
     )
 
 
-def described_member(own: OwnModel, directory: Path) -> Member:
+def described_member(own: OwnModel, directory: Path, where: str) -> Member:
     """Run the program, and return the member that a table of `program_model` describes.
 
     Raises:
-        ValueError: If there is no such member.
-        TrainerError: If the program breaks the protocol, or its files differ from those that the table names.
+        TableError: If there is no such member, the program breaks the protocol, or its files differ from those that the table names.
     """
-    program = Program(**cast(dict[str, Any], own.args))
-    program.allow(directory.resolve())
-    return program.member(own.d_model, own.n_layers)
+    try:
+        program = Program(**cast(dict[str, Any], own.args))
+        program.allow(directory.resolve())
+        return program.member(own.d_model, own.n_layers)
+    except (ValueError, TrainerError) as error:
+        raise TableError(f"{where}.command: {error}") from error

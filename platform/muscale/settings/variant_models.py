@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from muscale.errors import TrainerError
-from muscale.formatting import format_read_error
 from muscale.settings.compare import VariantSettings
 from muscale.settings.own_model import OwnModel
-from muscale.settings.strict import TableError, build_strictly, collecting
+from muscale.settings.strict import build_strictly, collecting
 from muscale.settings.tables import StudyTables
 from muscale.settings.trainer import TrainerSettings, described_member, program_model
 from proxy_models.architecture.member import Member
@@ -51,10 +49,4 @@ def _of_family(own: OwnModel | None, base: Member, variant: VariantSettings, whe
 def _of_program(base: TrainerSettings, shape: Member, variant: VariantSettings, where: str, directory: Path) -> Member:
     """The study's [trainer] with the variant's keys."""
     settings = build_strictly(TrainerSettings, {**base.model_dump(), **variant.trainer}, where)
-    try:
-        own = program_model(settings, shape, directory)
-        return described_member(own, directory)
-    except OSError as error:
-        raise TableError(f"{where}.command: {error.filename}: {format_read_error(error)}") from error
-    except (ValueError, TrainerError) as error:
-        raise TableError(f"{where}.command: {error}") from error
+    return described_member(program_model(settings, shape, directory, where), directory, where)
