@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from muscale.search.protocols import Known
-from muscale.search.searchers import MAX_ATTEMPTS, Draws
+from muscale.search.searchers import Sampler
 from scaling import ResponseSurface, SearchBox, fit_response
 from scaling.optima.batch_law import PRIOR as BATCH_WITH_TOKENS
 from scaling.optima.horizon import PRIOR as RATE_WITH_TOKENS
@@ -83,7 +83,7 @@ def config_at(space: Space, point: dict[str, Any]) -> Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcrossScales:
+class AcrossScales(Sampler):
     """Suggests the configuration that looks most promising on the surface of `scaling.fit_response`.
 
     Attributes:
@@ -93,8 +93,6 @@ class AcrossScales:
             study's family). The optimum of a source may differ from this study's by an offset, which is estimated.
     """
 
-    space: Space
-    seed: int
     n_params: int
     n_tokens: int
     prior_runs: Callable[[], pd.DataFrame]
@@ -152,7 +150,7 @@ class AcrossScales:
             configs = [config_at(space, point) for point in points.to_dict("records")]
             return np.array([space.log_prior(c) if space.contains(c) else -np.inf for c in configs])
 
-        for attempt in range(MAX_ATTEMPTS):
+        def suggested(attempt: int) -> Config:
             point = surface.suggest(
                 scale,
                 pending=pending,
@@ -160,9 +158,9 @@ class AcrossScales:
                 trials=self._trials if _is_uneven(space) else None,
                 seed=self.seed + attempt,
             )
-            if space.contains(config := config_at(space, point)):
-                return config
-        return Draws(space=space, seed=self.seed).propose(number, known)
+            return config_at(space, point)
+
+        return self._allowed(number, suggested)
 
     def _trials(self, points: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray[Any, np.dtype[np.bool_]]]:
         """The points of the configurations at these points, rounded and with inactive values in the middle, and which are allowed."""

@@ -54,11 +54,27 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draws:
-    """Independent random draws; each depends only on the seed and the trial's number."""
+class Sampler:
+    """A searcher that samples a space by a seed."""
 
     space: Space
     seed: int
+
+    @cached_property
+    def _contains(self) -> MemoizedByConfig[bool]:
+        return MemoizedByConfig(self.space.contains)
+
+    def _allowed(self, number: int, ask: Callable[[int], Config]) -> Config:
+        """Return the first of `MAX_ATTEMPTS` suggestions that satisfies all constraints, else the random draw of this number."""
+        for attempt in range(MAX_ATTEMPTS):
+            if self.space.contains(config := ask(attempt)):
+                return config
+        return self.space.draw(self.seed, number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws(Sampler):
+    """Independent random draws; each depends only on the seed and the trial's number."""
 
     def propose(self, number: int, known: Known) -> Config:
         """Return the draw of this number."""
@@ -66,25 +82,20 @@ class Draws:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuasiRandom:
+class QuasiRandom(Sampler):
     """A scrambled Sobol sequence (Owen, J. Complexity 14, 1998, through scipy), which leaves smaller gaps than draws."""
-
-    space: Space
-    seed: int
 
     def propose(self, number: int, known: Known) -> Config:
         """Return the sequence's point of this number."""
         from scipy.stats import qmc  # takes half a second, and workers don't need it
 
-        space = self.space
-        for attempt in range(MAX_ATTEMPTS):
-            sequence = qmc.Sobol(len(space.axes), scramble=True, rng=self.seed)
+        def point(attempt: int) -> Config:
+            sequence = qmc.Sobol(len(self.space.axes), scramble=True, rng=self.seed)
             if skipped := number + attempt * _STRIDE:
                 sequence.fast_forward(skipped)
-            config = space.decode(space.from_prior(sequence.random(1)[0]))
-            if space.contains(config):
-                return config
-        return Draws(space=space, seed=self.seed).propose(number, known)
+            return self.space.decode(self.space.from_prior(sequence.random(1)[0]))
+
+        return self._allowed(number, point)
 
 
 def clipped_losses(observations: Sequence[Observation], clip: float = math.inf) -> list[float]:
@@ -96,7 +107,7 @@ def clipped_losses(observations: Sequence[Observation], clip: float = math.inf) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptunaSearcher:
+class OptunaSearcher(Sampler):
     """Optuna sampler over the space; it is queried by `suggest_*`, so that it sees only active hyperparameters.
 
     Attributes:
@@ -105,19 +116,9 @@ class OptunaSearcher:
         most: Maximum number of observations for the sampler: half are the best, half the latest.
     """
 
-    space: Space
     make: Callable[[int], Any]
-    seed: int
     clip: float = math.inf
     most: int = MAX_OBSERVATIONS
-
-    @cached_property
-    def _contains(self) -> MemoizedByConfig[bool]:
-        return MemoizedByConfig(self.space.contains)
-
-    @cached_property
-    def _has_prior(self) -> bool:
-        return any(distribution.prior for distribution in self.space.values())
 
     def propose(self, number: int, known: Known) -> Config:
         """Return the sampler's suggestion for trial `number`; the first trials are drawn by the space's priors, if it has any."""
@@ -125,22 +126,19 @@ class OptunaSearcher:
 
         from muscale.search.optuna_space import optuna_params_of, suggest
 
-        if self._has_prior and sum(self._contains(seen.config) for seen in known.observations) < START_UP:
-            return Draws(space=self.space, seed=self.seed).propose(number, known)
+        own = [seen for seen in known.observations if self._contains(seen.config)]
+        if len(own) < START_UP and any(distribution.prior for distribution in self.space.values()):
+            return self.space.draw(self.seed, number)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=self.make(_seed(self.seed, number)))
-        kept = _kept([seen for seen in known.observations if self._contains(seen.config)], self.most)
+        kept = _kept(own, self.most)
         for seen, value in zip(kept, clipped_losses(kept, self.clip), strict=True):
             params, distributions = optuna_params_of(self.space, seen.config)
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
         for config in filter(self.space.contains, known.pending):
             study.enqueue_trial(optuna_params_of(self.space, config)[0])
             suggest(study.ask(), self.space)
-        for _ in range(MAX_ATTEMPTS):
-            config = suggest(study.ask(), self.space)
-            if self.space.contains(config):
-                return config
-        return Draws(space=self.space, seed=self.seed).propose(number, known)
+        return self._allowed(number, lambda _: suggest(study.ask(), self.space))
 
 
 def tpe(space: Space, seed: int) -> OptunaSearcher:
@@ -162,18 +160,11 @@ def gaussian_process(space: Space, seed: int) -> OptunaSearcher:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CmaEs:
+class CmaEs(Sampler):
     """Covariance matrix adaptation (Hansen, arXiv 1604.00772, through the package cmaes) in the unit cube, losses clipped.
 
     A generation is the next batch of observed trials, in the order of trials; it does not wait for stragglers.
     """
-
-    space: Space
-    seed: int
-
-    @cached_property
-    def _contains(self) -> MemoizedByConfig[bool]:
-        return MemoizedByConfig(self.space.contains)
 
     @cached_property
     def _encode(self) -> MemoizedByConfig[np.ndarray[Any, np.dtype[np.float64]]]:
@@ -197,11 +188,7 @@ class CmaEs:
             if strategy.should_stop():
                 break
         strategy.reseed_rng(_seed(self.seed, number))
-        for _ in range(MAX_ATTEMPTS):
-            config = self.space.decode(strategy.ask())
-            if self.space.contains(config):
-                return config
-        return Draws(space=self.space, seed=self.seed).propose(number, known)
+        return self._allowed(number, lambda _: self.space.decode(strategy.ask()))
 
 
 def _kept(observations: Sequence[Observation], most: int) -> list[Observation]:

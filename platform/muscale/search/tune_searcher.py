@@ -11,7 +11,7 @@ from muscale.errors import StageError
 from muscale.search.protocols import Known
 from muscale.search.record import SweepEvent
 from muscale.search.record_view import RecordView
-from muscale.search.searchers import MAX_ATTEMPTS, Draws
+from muscale.search.searchers import MAX_ATTEMPTS
 from muscale.search.tune_methods import Reports, seeded, tune_searcher
 from muscale.settings.strict import short_repr
 from muscale.settings.sweep import SweepSettings
@@ -93,7 +93,7 @@ class TuneSearcher:
                 break
             self.searcher.on_trial_complete(name, error=True)
         else:
-            config = Draws(space=space, seed=self._settings.seed).propose(number, None)  # type: ignore[arg-type]
+            config = space.draw(self._settings.seed, number)
         self._proposed[number] = config
         return config
 
