@@ -164,7 +164,7 @@ def test_a_faulty_entry_of_a_list_is_one_fault(make_study: MakeStudy) -> None:
         StudyConfig.read(path, {"ladder.stems": [{"width": 16, "n_tokens": "4B"}]})
     assert str(caught.value).count("\n") == 0
     assert "ladder.stems.0.n_tokens" in str(caught.value)
-    with pytest.raises(StudyFileError, match=r"ladder.stems: .* 1 .*, got \(\)"):
+    with pytest.raises(StudyFileError, match=r"ladder.stems: .* 1 .*, got \[\]"):
         StudyConfig.read(path, {"ladder.stems": []})
 
 
