@@ -50,7 +50,8 @@ def run(tokens: Sequence[str]) -> int:
     Args:
         tokens: The command line after `muscale`.
     """
-    debug = _is_on(os.environ.get("MUSCALE_DEBUG", "")) or DEBUG in _options(tokens)
+    is_set = os.environ.get("MUSCALE_DEBUG", "").lower() not in ("", "0", "false", "no")
+    debug = is_set or DEBUG in _options(tokens)
     left = [token for token in _options(tokens) if token != DEBUG] + list(tokens[len(_options(tokens)) :])
     try:
         return int(app(left) or 0)
@@ -95,10 +96,6 @@ def _end_wandb() -> None:
 def _options(tokens: Sequence[str]) -> list[str]:
     """Return the tokens before a `--`; nothing after it is an option."""
     return list(tokens[: tokens.index("--")] if "--" in tokens else tokens)
-
-
-def _is_on(value: str) -> bool:
-    return value.lower() not in ("", "0", "false", "no")
 
 
 def _user_message(error: Exception) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 
 import pandas as pd
 
@@ -63,7 +62,8 @@ class Monitor:
         steps = self._records.steps()
         evaluations = self._band.place(self._records.evaluations())
         alarms = find_alarms(evaluations, plan=self.plan, alarm_after=self.alarm_after, asserted=self.asserted)
-        failure = self.directory / FAILURE
+        failure, file = self.directory / FAILURE, self._records.metrics
+        mfu = steps["mfu"].dropna().tail(_RATE_STEPS)
         return RunStatus(
             plan=self.plan,
             n_tokens=self._n_tokens,
@@ -73,9 +73,9 @@ class Monitor:
             alarms=alarms,
             run_events=run_events(self.ledger, self.plan, asserted=self.asserted, seen=alarms),
             tokens_per_second=_tokens_per_second(steps),
-            mfu=_mfu(steps),
+            mfu=float(mfu.mean()) if len(mfu) else None,
             experts=idle_experts(steps["dead_experts"], least_steps=IDLE_STEPS),
-            idle_seconds=_idle_seconds(self._records.metrics),
+            idle_seconds=max(0.0, time.time() - file.stat().st_mtime) if file.exists() else math.nan,
             promotion=recorded_promotion(self.ledger, self.plan, asserted=self.asserted),
             failure=failure.read_text() if failure.exists() else None,
             asserted=self.asserted,
@@ -157,12 +157,3 @@ def _tokens_per_second(steps: pd.DataFrame) -> float | None:
         return None
     tokens, seconds = (float(last[name].iloc[-1] - last[name].iloc[0]) for name in ("tokens", "seconds"))
     return tokens / seconds if seconds > 0 and tokens > 0 else None
-
-
-def _mfu(steps: pd.DataFrame) -> float | None:
-    known = steps["mfu"].dropna().tail(_RATE_STEPS)
-    return float(known.mean()) if len(known) else None
-
-
-def _idle_seconds(path: Path) -> float:
-    return max(0.0, time.time() - path.stat().st_mtime) if path.exists() else math.nan

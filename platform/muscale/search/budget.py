@@ -144,8 +144,5 @@ class SweepBudget:
 
     def _segment(self, rung: int, until: int) -> int:
         """Tokens of a segment from one rung (−1: the start) to another, and of the branches that may become due on the way."""
-        return self.rung_tokens[until] - self._stable(rung) + sum(self.branch_tokens[rung + 1 : until + 1])
-
-    def _stable(self, rung: int) -> int:
-        """Stable tokens at a rung, 0 before the first."""
-        return self.rung_tokens[rung] if rung >= 0 else 0
+        stable = self.rung_tokens[rung] if rung >= 0 else 0
+        return self.rung_tokens[until] - stable + sum(self.branch_tokens[rung + 1 : until + 1])

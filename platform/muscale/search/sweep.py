@@ -228,13 +228,11 @@ class Sweep:
         A ledger's runs are checked to belong to the study's family; results from outside can't be checked.
         """
         ledgers = [self.ledger.runs(), *(runs_of(file) for file in self.sources() if not is_outside(file))]
-        tables = [self._usable(table).assign(source="") for table in ledgers]
+        space, numerics = self.config.sweep.space, self.numerics
+        tables = [usable_runs(runs, self.plan.defaults, space, numerics).assign(source="") for runs in ledgers]
         tables += [self.results_from(file).assign(source=str(file)) for file in self.sources() if is_outside(file)]
         known = pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
         return known.drop_duplicates(known.columns.drop("source"), ignore_index=True)
-
-    def _usable(self, runs: pd.DataFrame) -> pd.DataFrame:
-        return usable_runs(runs, self.plan.defaults, self.config.sweep.space, self.numerics)
 
     def results_from(self, file: Path) -> pd.DataFrame:
         """Return the results in a table or an Optuna storage, whose columns may have the user's names."""

@@ -86,8 +86,8 @@ def trials_table(plan: TrialPlan, record: Record, annealed: pd.DataFrame, repeat
         row: dict[str, Any] = {"trial": trial, "round": record.round_of(trial)}
         row |= {"status": record.status(trial, plan.top), **values}
         for rung, at in enumerate(plan.rung_tokens):
-            arrived = (trial, rung) in record.results
-            row[f"loss_at_{at}"] = _finite(record.loss(trial, rung)) if arrived else math.nan
+            loss = record.loss(trial, rung) if (trial, rung) in record.results else math.nan
+            row[f"loss_at_{at}"] = loss if math.isfinite(loss) else math.nan
         known = trial in longest.index
         row["expected_loss"] = expected.get(trial, math.nan)
         row["annealed_loss"] = longest.loc[trial, "loss"] if known else math.nan
@@ -171,7 +171,3 @@ def format_narrowing(number: int, narrowing: Mapping[str, Any]) -> str:
 
 def _flops(plan: TrialPlan, tokens: float) -> float:
     return 6.0 * plan.numerics.model.n_params * tokens
-
-
-def _finite(loss: float) -> float:
-    return loss if math.isfinite(loss) else math.nan

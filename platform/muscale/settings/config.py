@@ -72,16 +72,17 @@ class StudyConfig(StudyTables):
             del tables["hyperparameters"]
             with collecting(problems):
                 tables["hyperparameters"] = build_strictly(Hyperparameters, table, f"{where}: hyperparameters")
-        own, folder = None, directory or Path()
+        own, folder, place = None, directory or Path(), f"{where}: model"
         if isinstance(table := tables.get("model"), dict):
             del tables["model"]
             with collecting(problems):
                 if "trainer" in tables:
                     own, tables["model"] = _program_member(tables["trainer"], table, where, folder, trains=trains)
                 elif "family" in table:
-                    own, tables["model"] = _own_member(table, f"{where}: model", folder, trains=trains)
+                    own = build_strictly(OwnModel, table, place)
+                    tables["model"] = own.imported(place) if trains else read_record(folder, own, place)
                 else:
-                    tables["model"] = build_strictly(ModelConfig, table, f"{where}: model")
+                    tables["model"] = build_strictly(ModelConfig, table, place)
         if isinstance(sweep := tables.get("sweep"), dict) and "space" in sweep:
             try:
                 sweep["space"] = _space(values["sweep"]["space"], f"{where}: sweep.space")
@@ -105,12 +106,6 @@ class StudyConfig(StudyTables):
         if problems:
             raise StudyFileError("\n".join(dict.fromkeys(problems)))
         return config
-
-
-def _own_member(table: dict[str, Any], where: str, directory: Path, *, trains: bool) -> tuple[OwnModel, Member]:
-    """[model] with a family, and its member: imported, or read from the record."""
-    own = build_strictly(OwnModel, table, where)
-    return own, own.imported(where) if trains else read_record(directory, own, where)
 
 
 def _program_member(

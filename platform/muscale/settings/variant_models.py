@@ -24,15 +24,16 @@ def own_models(
     """
     found: dict[str, Member] = {}
     for name, variant in config.variants.items():
-        place = f"{where}: variants.{name}"
         if not variant.is_own(config.model) or bool(variant.trainer) != bool(config.trainer):
             continue
-        if config.trainer:
-            with collecting(problems):
-                found[name] = _of_program(config.trainer, config.model, variant, f"{place}.trainer", directory)
-        else:
-            with collecting(problems):
-                found[name] = _of_family(own, config.model, variant, f"{place}.model")
+        place = f"{where}: variants.{name}.{'trainer' if config.trainer else 'model'}"
+        with collecting(problems):
+            if config.trainer:
+                settings = build_strictly(TrainerSettings, {**config.trainer.model_dump(), **variant.trainer}, place)
+                program = program_model(settings, config.model, directory, place)
+                found[name] = described_member(program, directory, place)
+            else:
+                found[name] = _of_family(own, config.model, variant, place)
     return found
 
 
@@ -44,9 +45,3 @@ def _of_family(own: OwnModel | None, base: Member, variant: VariantSettings, whe
         args = variant.model.get("args", {})
         kept = {"family": own.family, "args": own.args | args if isinstance(args, dict) else args}
     return build_strictly(OwnModel, {**sizes, **variant.model, **kept}, where).imported(where)
-
-
-def _of_program(base: TrainerSettings, shape: Member, variant: VariantSettings, where: str, directory: Path) -> Member:
-    """The study's [trainer] with the variant's keys."""
-    settings = build_strictly(TrainerSettings, {**base.model_dump(), **variant.trainer}, where)
-    return described_member(program_model(settings, shape, directory, where), directory, where)

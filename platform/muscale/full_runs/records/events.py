@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from muscale.full_runs.records.alarms import Alarm
 from muscale.layout import FULL_RUNS
@@ -44,7 +43,8 @@ def run_events(ledger: Ledger, plan: str, *, asserted: bool = False, seen: Itera
         asserted: Whether the run was trained elsewhere; its incidents are unknown.
         seen: Current alarms, which may not be in the ledger yet.
     """
-    rows = [row for row in ledger.results(ResultKind.ALARM) if _is_of(row["payload"], plan, asserted)]
+    of = {"plan": plan, "asserted": asserted}
+    rows = [row for row in ledger.results(ResultKind.ALARM) if of.items() <= row["payload"].items()]
     known = {row["key"] for row in rows}
     events = [(row["created_at"], "alarm", str(Alarm.from_dict(row["payload"]))) for row in rows]
     events += [(now(), "alarm", str(alarm)) for alarm in seen if alarm.key not in known]
@@ -52,10 +52,6 @@ def run_events(ledger: Ledger, plan: str, *, asserted: bool = False, seen: Itera
         events += [(one.at, one.action, str(one)) for one in _incidents(ledger, plan)]
     timeline = [Event(at=at, kind=kind, message=message) for at, kind, message in events]
     return tuple(sorted(timeline, key=lambda event: datetime.fromisoformat(event.at)))
-
-
-def _is_of(alarm: dict[str, Any], plan: str, asserted: bool) -> bool:
-    return bool(alarm["plan"] == plan and alarm["asserted"] == asserted)
 
 
 def _incidents(ledger: Ledger, plan: str) -> list[Incident]:
