@@ -84,11 +84,25 @@ def evaluate(
     if tokens is not None and not prompt:
         raise StudyFileError(f"evaluate: --tokens {tokens} needs --prompt, the start of a text")
     from muscale.bundles.evaluate_weights import evaluate as evaluate_weights
+    from proxy_models.evaluation.ablation import Ablation
+    from proxy_models.evaluation.memorisation import Memorisation
+    from proxy_models.evaluation.quantised_loss import QuantisedLoss
+    from proxy_models.evaluation.samples import Samples
+    from proxy_models.evaluation.tasks import Tasks
 
-    n_tokens = 64 if tokens is None else tokens
-    measures = _measures(tasks, task, items, prompt, n_tokens, quantised_bits, ablation, memorisation=memorisation)
+    measures: list[Measure] = []
     with result_alone(options.json):
         try:
+            if tasks:
+                measures.append(Tasks(folder=tasks.resolve(), names=task or None, limit=items))
+            if prompt:
+                measures.append(Samples(prompts=prompt, n_tokens=64 if tokens is None else tokens))
+            if memorisation:
+                measures.append(Memorisation())
+            if quantised_bits:
+                measures.append(QuantisedLoss(bits=quantised_bits))
+            if ablation:
+                measures.append(Ablation(parts=ablation))
             found = evaluate_weights(
                 where,
                 measures,
@@ -101,37 +115,3 @@ def evaluate(
             raise StudyFileError(f"evaluate: {error}") from error
     show(found, as_json=options.json)
     return 0
-
-
-def _measures(
-    tasks: Path | None,
-    names: tuple[str, ...],
-    items: int | None,
-    prompts: tuple[str, ...],
-    n_tokens: int,
-    bits: tuple[int, ...],
-    ablation: Literal["layers", "heads"] | None,
-    *,
-    memorisation: bool,
-) -> list[Measure]:
-    from proxy_models.evaluation.ablation import Ablation
-    from proxy_models.evaluation.memorisation import Memorisation
-    from proxy_models.evaluation.quantised_loss import QuantisedLoss
-    from proxy_models.evaluation.samples import Samples
-    from proxy_models.evaluation.tasks import Tasks
-
-    measures: list[Measure] = []
-    try:
-        if tasks:
-            measures.append(Tasks(folder=tasks.resolve(), names=names or None, limit=items))
-        if prompts:
-            measures.append(Samples(prompts=prompts, n_tokens=n_tokens))
-        if memorisation:
-            measures.append(Memorisation())
-        if bits:
-            measures.append(QuantisedLoss(bits=bits))
-        if ablation:
-            measures.append(Ablation(parts=ablation))
-    except ValueError as error:
-        raise StudyFileError(f"evaluate: {error}") from error
-    return measures

@@ -64,32 +64,16 @@ def fit(
             n_params counts the parameters that a token uses).
         html: With --runs, also write the result as a page to this file: decision, figures of the law, backtest, runs to train next.
     """
-    if runs is not None:
-        return _fit_runs(study, runs, n_params, loss_unit, compute_flops, form, html, columns, options)
-    if study is None:
-        raise StudyFileError("fit: give a study file, or a table of runs with --runs")
-    if n_params or loss_unit or compute_flops or form or html or columns.to_dict():
-        raise StudyFileError(
-            "fit: --n-params, --loss-unit, --compute-flops, --form, --html and column names are for --runs; "
-            "a study's budget is in its [plan], and `muscale report` writes its page"
-        )
-    ending = Ending(next=(options.line("plan", study), options.line("report", study)))
-    return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending, trains=True)
-
-
-def _fit_runs(
-    study: Path | None,
-    runs: Path,
-    n_params: str | None,
-    loss_unit: str | None,
-    compute_flops: float | None,
-    form: str | None,
-    html: Path | None,
-    columns: Columns,
-    options: StageOptions,
-) -> int:
-    from muscale.importers.runs_fit import fit_runs
-
+    if runs is None:
+        if study is None:
+            raise StudyFileError("fit: give a study file, or a table of runs with --runs")
+        if n_params or loss_unit or compute_flops or form or html or columns.to_dict():
+            raise StudyFileError(
+                "fit: --n-params, --loss-unit, --compute-flops, --form, --html and column names are for --runs; "
+                "a study's budget is in its [plan], and `muscale report` writes its page"
+            )
+        ending = Ending(next=(options.line("plan", study), options.line("report", study)))
+        return run_stage(study, options, lambda opened: opened.fit(), "fit", ending=lambda *_: ending, trains=True)
     if study is not None or options.set:
         raise StudyFileError("fit: --runs needs no study: leave out the study file and --set")
     if n_params is None:
@@ -98,6 +82,8 @@ def _fit_runs(
         )
     if options.dry_run:
         raise StudyFileError("fit: --runs trains nothing; leave out --dry-run")
+    from muscale.importers.runs_fit import fit_runs
+
     _require_folder("fit", html)
     with result_alone(options.json):
         found = fit_runs(
@@ -145,53 +131,40 @@ def compare(
         worth: Smallest gain in compute that justifies a change, as a fraction; by default from the study's [compare], or 0.02.
         html: For a table, also write the result and its figures to this page; a study's result is a section of `muscale report`.
     """
-    if runs.suffix != ".toml":
-        if one_size or options.set or options.dry_run:
+    if runs.suffix == ".toml":
+        if columns.to_dict():
+            raise StudyFileError(f"compare: column names are for a table of runs; got the study file {runs}")
+        if html:
             raise StudyFileError(
-                f"compare: --one-size, --set and --dry-run are for a study file, a .toml; got the table {runs}"
+                f"compare: --html is for a table of runs; `muscale report {runs}` shows a study's variants"
             )
-        return _compare_runs(runs, baseline or "baseline", target_flops, worth, html, columns, as_json=options.json)
-    if columns.to_dict():
-        raise StudyFileError(f"compare: column names are for a table of runs; got the study file {runs}")
-    if html:
-        raise StudyFileError(
-            f"compare: --html is for a table of runs; `muscale report {runs}` shows a study's variants"
+        if baseline:
+            raise StudyFileError(
+                f"compare: the baseline of a study file is the study itself; leave out --baseline {baseline}"
+            )
+        given = {"target_flops": target_flops, "worth": worth}
+        set_ = (*options.set, *(f"compare.{key}={value!r}" for key, value in given.items() if value is not None))
+        return run_stage(
+            runs,
+            replace(options, set=set_),
+            lambda opened: opened.compare(one_size=one_size),
+            "compare --one-size" if one_size else "compare",
+            ending=lambda *_: Ending(next=(options.line("report", runs),)),
+            trains=True,
         )
-    if baseline:
+    if one_size or options.set or options.dry_run:
         raise StudyFileError(
-            f"compare: the baseline of a study file is the study itself; leave out --baseline {baseline}"
+            f"compare: --one-size, --set and --dry-run are for a study file, a .toml; got the table {runs}"
         )
-    given = {"target_flops": target_flops, "worth": worth}
-    set_ = (*options.set, *(f"compare.{key}={value!r}" for key, value in given.items() if value is not None))
-    return run_stage(
-        runs,
-        replace(options, set=set_),
-        lambda opened: opened.compare(one_size=one_size),
-        "compare --one-size" if one_size else "compare",
-        ending=lambda *_: Ending(next=(options.line("report", runs),)),
-        trains=True,
-    )
-
-
-def _compare_runs(
-    runs: Path,
-    baseline: str,
-    target_flops: float | None,
-    worth: float | None,
-    html: Path | None,
-    columns: Columns,
-    *,
-    as_json: bool,
-) -> int:
     from scaling import ScalingError, compare_variants
     from scaling.variants.verdicts import WORTH
 
     _require_folder("compare", html)
-    with result_alone(as_json):
+    with result_alone(options.json):
         try:
             found = compare_variants(
                 runs,
-                baseline,
+                baseline or "baseline",
                 target_flops=target_flops,
                 worth=WORTH if worth is None else worth,
                 columns=columns.to_dict(),
@@ -202,7 +175,7 @@ def _compare_runs(
             from muscale.pages.table_pages import write_variant_page
 
             write_variant_page(html, runs.stem, found)
-    show(found, as_json=as_json)
+    show(found, as_json=options.json)
     return 0
 
 
