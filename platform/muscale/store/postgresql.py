@@ -181,11 +181,6 @@ class PostgresStorage(Storage):
         """Remove the schema, unless it belongs to a study."""
         self.write(_drop_unclaimed, self.schema)
 
-    def close(self) -> None:
-        """Close the connections; the next call opens new ones."""
-        if engine := self.__dict__.pop("_engine", None):
-            engine.dispose()
-
 
 def _drop_unclaimed(connection: sa.Connection, schema: str) -> None:
     if connection.execute(sa.select(studies)).first() is None:

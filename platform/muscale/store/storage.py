@@ -59,9 +59,10 @@ class Storage(ABC):
     def transact(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, write: bool) -> T:
         """Call the function with a connection and these arguments, in one transaction, as for `read` and `write`."""
 
-    @abstractmethod
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
+        if engine := self.__dict__.pop("_engine", None):
+            engine.dispose()
 
 
 class SqliteStorage(Storage):
@@ -138,11 +139,6 @@ class SqliteStorage(Storage):
             except sa.exc.DatabaseError as error:
                 raise _with_advice(self.name, error) from None
             return found
-
-    def close(self) -> None:
-        """Close the connections; the next call opens a new one."""
-        if engine := self.__dict__.pop("_engine", None):
-            engine.dispose()
 
 
 def _with_advice(name: str, error: sa.exc.DatabaseError) -> Exception:
