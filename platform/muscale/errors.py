@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}  # full, read-only, broken or lost
 
@@ -84,6 +86,16 @@ def of_storage(error: BaseException | None) -> str:
         return ""
     where = f"{error.filename}: " if error.filename is not None else ""
     return f"{where}{os.strerror(error.errno).lower()}; check the disk and run the same command again to resume"
+
+
+@contextmanager
+def refusing(place: object, *kinds: type[Exception], raising: type[Exception] = StageError) -> Iterator[None]:
+    """Turn errors of these kinds within the block, by default ValueError, into an error that names the place."""
+    caught = kinds or (ValueError,)
+    try:
+        yield
+    except caught as error:
+        raise raising(f"{place}: {error}") from error
 
 
 def first_line(error: Exception) -> str:

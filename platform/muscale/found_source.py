@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 
 if TYPE_CHECKING:
     from proxy_models.data.sources import Kind, Source
@@ -44,15 +44,13 @@ def found_source(path: Path) -> tuple[Source, list[Path]]:
     from proxy_models.data.sources import CorpusError, Source
 
     kind = _kind(path)
-    try:
+    with refusing("--source", CorpusError):
         if kind != "tokens":
             source = Source(path=str(path), kind=kind)
             files = source.files()[1]
         else:
             files = Source(path=str(path), kind=kind, vocab_size=1).files()[1]
             source = Source(path=str(path), kind=kind, vocab_size=_n_ids(path, files))
-    except CorpusError as error:
-        raise StageError(f"--source: {error}") from error
     if not any(source.sizes().values()):
         raise StageError(f"--source: {path}: the corpus is empty, no file in it holds a byte")
     if odd := [file for file in _described(path) if file not in files and not _is_index(file)]:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from muscale.actors.cluster import staying_cluster
 from muscale.actors.jobs import Job, finish_stage
-from muscale.errors import BundleError, StageError, StudyDirectoryError
+from muscale.errors import BundleError, StageError, StudyDirectoryError, refusing
 from muscale.findings import Findings, Stages, StudyContents, findings, ladder_schedules, ladder_stages
 from muscale.full_runs.promote import promotion
 from muscale.full_runs.promote.final_scores import final_scores
@@ -126,7 +126,7 @@ class Study(Result):
         """
         where, path = Path(path), Path(path).resolve()
         config = StudyConfig.read(where, overrides, trains=trains)
-        try:
+        with refusing(where, ValueError, StageError):
             if config.trainer is None:
                 data.check(config.corpus, path.parent, config.model.vocab_size)
             if config.scores:
@@ -135,8 +135,6 @@ class Study(Result):
                 from muscale import weights_folder  # slow to import: torch
 
                 weights_folder.check(config, path.parent)
-        except (ValueError, StageError) as error:
-            raise StageError(f"{where}: {error}") from error
         ledger = open_ledger(config.storage, path.parent, config.name)
         try:
             ledger.claim(config.identity, config.to_dict())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from muscale.actors.ray_map import cluster_map
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.findings import StudyContents
 from muscale.layout import CORPUS
 from muscale.progress import Display, silent
@@ -28,7 +28,7 @@ def open_corpus(contents: StudyContents, display: Display) -> Corpus:
         StageError: If the text can't be read, or has changed since runs were trained on it.
     """
     config, ledger, folder = contents.config, contents.ledger, contents.directory / CORPUS
-    try:
+    with refusing("corpus", CorpusError):
         if config.trainer:
             with display.reading("corpus"):
                 return config.trainer.write_corpus(folder)
@@ -40,8 +40,6 @@ def open_corpus(contents: StudyContents, display: Display) -> Corpus:
             # nothing was trained on it; its settings, such as [corpus.clean], have changed since
             discard_corpus(folder)
             corpus = _write(contents, folder, display)
-    except CorpusError as error:
-        raise StageError(f"corpus: {error}") from error
     _require_trained_on(corpus, ledger)
     data.require_fitting_model(corpus, config.model)
     for warning in data.cut_records(corpus, config.model.context_length):
@@ -93,13 +91,13 @@ def clean_corpus(contents: StudyContents, display: Display, confirm: Callable[[s
         with display.paused():
             return confirm is not None and confirm(question)
 
-    try:
-        with display.reading("clean") as on_progress, cluster_map(contents.config.resources) as parallel:
-            return data.write_cleaned(
-                settings, directory, directory, on_progress, confirm=confirmed, parallel_map=parallel
-            )
-    except CorpusError as error:
-        raise StageError(f"corpus.clean: {error}") from error
+    resources = contents.config.resources
+    with (
+        refusing("corpus.clean", CorpusError),
+        display.reading("clean") as on_progress,
+        cluster_map(resources) as parallel,
+    ):
+        return data.write_cleaned(settings, directory, directory, on_progress, confirm=confirmed, parallel_map=parallel)
 
 
 def _write(contents: StudyContents, folder: Path, display: Display) -> Corpus:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from muscale.bundles.bundle import MODEL, Bundle
-from muscale.errors import BundleError, StageError
+from muscale.errors import BundleError, StageError, refusing
 from muscale.layout import INITIAL_WEIGHTS
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import REGULARIZERS
@@ -82,10 +82,8 @@ def _store(config: StudyConfig, directory: Path, corpus: Corpus, *, is_begun: bo
     given = _read(config, directory)
     _require_tokenizer(config, directory, corpus)
     shutil.rmtree(folder, ignore_errors=True)
-    try:
+    with refusing(f"initial_weights: {_folder(config, directory)}"):
         write_initial_weights(folder, given.shapes, given, layout=given.layout, **facts)
-    except ValueError as error:
-        raise StageError(f"initial_weights: {_folder(config, directory)}: {error}") from error
 
 
 def _folder(config: StudyConfig, directory: Path) -> Path:
@@ -105,12 +103,10 @@ def _stamps(folder: Path) -> list[tuple[str, int, int]]:
 def _read(config: StudyConfig, directory: Path) -> GivenWeights:
     """Read names, shapes and settings of the weights, and check them against [model]."""
     folder, model = _folder(config, directory), config.model
-    try:
+    with refusing("initial_weights", GivenWeightsError, BundleError):
         if (folder / MODEL).exists():
             return _of_bundle(Bundle.open(folder), config)
         return read_weights(folder, model)
-    except (GivenWeightsError, BundleError) as error:
-        raise StageError(f"initial_weights: {error}") from error
 
 
 def _of_bundle(bundle: Bundle, config: StudyConfig) -> GivenWeights:
@@ -127,10 +123,8 @@ def _of_bundle(bundle: Bundle, config: StudyConfig) -> GivenWeights:
                 f"{bundle.path}: has {rows} learned positions, fewer than model.context_length = {n_rows}"
             )
         shapes[name] = shapes[name][:n_rows]
-    try:
+    with refusing(bundle.path, raising=GivenWeightsError):
         factors = family_of(model).absorbed(model, bundle.multipliers)
-    except ValueError as error:
-        raise GivenWeightsError(f"{bundle.path}: {error}") from error
 
     def read(name: str) -> Tensor:
         tensor = weights[name][: tables[name]] if name in tables else weights[name]
@@ -167,10 +161,8 @@ def _require_tokenizer(config: StudyConfig, directory: Path, corpus: Corpus) -> 
             )
         return
     path = folder / _TOKENIZER
-    try:
+    with refusing("initial_weights", CorpusError):
         is_same = not path.exists() or same_tokenizer(path, ours)
-    except CorpusError as error:
-        raise StageError(f"initial_weights: {error}") from error
     if not is_same:
         raise StageError(
             f"initial_weights: {folder / _TOKENIZER} must be the corpus's tokenizer ({ours.key}), and differs; {advice}"

@@ -9,7 +9,7 @@ from muscale.cli.application import INSPECT, command
 from muscale.cli.ending import Ending
 from muscale.cli.options import Flag, Numbers, Options, Whole, Words
 from muscale.cli.running import result_alone, run_stage, show
-from muscale.errors import StudyFileError
+from muscale.errors import StudyFileError, refusing
 
 if TYPE_CHECKING:
     from proxy_models.evaluation.measure import Measure
@@ -91,27 +91,24 @@ def evaluate(
     from proxy_models.evaluation.tasks import Tasks
 
     measures: list[Measure] = []
-    with result_alone(options.json):
-        try:
-            if tasks:
-                measures.append(Tasks(folder=tasks.resolve(), names=task or None, limit=items))
-            if prompt:
-                measures.append(Samples(prompts=prompt, n_tokens=64 if tokens is None else tokens))
-            if memorisation:
-                measures.append(Memorisation())
-            if quantised_bits:
-                measures.append(QuantisedLoss(bits=quantised_bits))
-            if ablation:
-                measures.append(Ablation(parts=ablation))
-            found = evaluate_weights(
-                where,
-                measures,
-                corpus=corpus,
-                device=device or "cpu",
-                keep_progress=True,
-                workers=1 if workers is None else workers,
-            )
-        except ValueError as error:
-            raise StudyFileError(f"evaluate: {error}") from error
+    with result_alone(options.json), refusing("evaluate", raising=StudyFileError):
+        if tasks:
+            measures.append(Tasks(folder=tasks.resolve(), names=task or None, limit=items))
+        if prompt:
+            measures.append(Samples(prompts=prompt, n_tokens=64 if tokens is None else tokens))
+        if memorisation:
+            measures.append(Memorisation())
+        if quantised_bits:
+            measures.append(QuantisedLoss(bits=quantised_bits))
+        if ablation:
+            measures.append(Ablation(parts=ablation))
+        found = evaluate_weights(
+            where,
+            measures,
+            corpus=corpus,
+            device=device or "cpu",
+            keep_progress=True,
+            workers=1 if workers is None else workers,
+        )
     show(found, as_json=options.json)
     return 0

@@ -10,7 +10,7 @@ from muscale.cli.application import LAW, command
 from muscale.cli.ending import Ending
 from muscale.cli.options import Columns, Flag, Options, StageOptions, StudyFile
 from muscale.cli.running import is_begun, result_alone, run_stage, show, upper_costs
-from muscale.errors import StageError, StudyFileError
+from muscale.errors import StudyFileError, refusing
 
 if TYPE_CHECKING:
     from muscale.plans.plan import Plan
@@ -161,7 +161,7 @@ def compare(
 
     _require_folder("compare", html)
     with result_alone(options.json):
-        try:
+        with refusing("compare", ScalingError, ValueError):
             found = compare_variants(
                 runs,
                 baseline or "baseline",
@@ -169,8 +169,6 @@ def compare(
                 worth=WORTH if worth is None else worth,
                 columns=columns.to_dict(),
             )
-        except (ScalingError, ValueError) as error:
-            raise StageError(f"compare: {error}") from error
         if html:
             from muscale.pages.table_pages import write_variant_page
 

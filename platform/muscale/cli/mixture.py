@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from muscale.cli.application import LAW, command
 from muscale.cli.options import AsJson, Columns, Whole, Words
 from muscale.cli.running import result_alone, show
-from muscale.errors import StageError, StudyFileError
+from muscale.errors import StudyFileError, refusing
 
 if TYPE_CHECKING:
     from scaling import MixtureFit
@@ -76,7 +76,7 @@ def mixture(
         limits["max_epochs"] = max_epochs
     wanted = _numbers("objective", objective) or None
     with result_alone(json):
-        try:
+        with refusing("mixture", ScalingError, ValueError):
             fit = fit_mixture(runs, weight_prefix=weight_prefix, loss_prefix=loss_prefix, columns=columns.to_dict())
             found: dict[str, Any] = {"fit": fit}
             if predict:
@@ -85,8 +85,6 @@ def mixture(
                 found["best"] = fit.best(wanted, **limits)
                 if next:
                     found["next_mixtures"] = fit.next_mixtures(next, wanted, **limits)
-        except (ScalingError, ValueError) as error:
-            raise StageError(f"mixture: {error}") from error
         if html:
             from muscale.pages.table_pages import write_mixture_page
 

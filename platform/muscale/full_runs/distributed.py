@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 
 T = TypeVar("T")
 _side: tuple[object, dist.ProcessGroup] | None = None  # the process group, and its side group
@@ -174,15 +174,11 @@ def _meet(timeout: timedelta) -> Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store
     arrived = [f"muscale/arrived/{number}" for number in range(n_ranks)]
-    try:
+    with refusing(f"promote: rank {here} did not reach the store of rank 0 at {address}:{port}", dist.DistError):
         store = TCPStore(
             address, port, n_ranks, is_master=here == 0 and not by_agent, timeout=timeout, wait_for_workers=False
         )
         store.set(arrived[here], "")
-    except dist.DistError as error:
-        raise StageError(
-            f"promote: rank {here} did not reach the store of rank 0 at {address}:{port}: {error}"
-        ) from error
     try:
         store.wait(arrived, timeout)
     except dist.DistError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.formatting import format_duration
 from muscale.full_runs.amend.parent import begun_last, find_amendment
 from muscale.full_runs.amend.so_far import SoFar
@@ -109,7 +109,7 @@ def anneal_now(
     length = started["segments"][-1]["end"] if started else plan.n_tokens
     if tokens >= before + length:
         raise StageError(f"watch: --anneal-now: run {key} has ended, after {tokens:,} tokens")
-    try:
+    with refusing("watch: --anneal-now", ValueError, ScalingError):
         found = schedules.law.anneal_now(
             schedules.path(so_far.curve, length=plan.n_tokens),
             shares=shares,
@@ -117,8 +117,6 @@ def anneal_now(
             length=float(plan.n_tokens),
             level=level,
         )
-    except (ValueError, ScalingError) as error:
-        raise StageError(f"watch: --anneal-now: {error}") from error
     pace = records.seconds_per_token() or math.nan
     rows = []
     for share, forecast in zip(shares, found, strict=True):

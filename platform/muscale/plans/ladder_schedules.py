@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from muscale.errors import refusing
 from muscale.plans.band import held_out_offset
 from muscale.proxies.ladder_curves import Floats, rates_of, read_curves
 from muscale.store.ledger import Ledger
@@ -77,10 +78,8 @@ class LadderSchedules:
             of_run = {"run": f"run {number}", "schedule": f"to {curve.n_tokens / length:.0%}"}
             tables.append(pd.concat([rows, end]).assign(n_params=float(n_params), length=float(length), **of_run))
         table = pd.concat(tables, ignore_index=True).rename(columns={"tokens": "step"})
-        try:
+        with refusing("the ladder's curves", raising=ScalingError):
             law = fit_schedules(table, warmup_share=warmup)
-        except ValueError as found:
-            raise ScalingError(f"the ladder's curves: {found}") from found
         return cls(law=law, warmup=warmup, offset=offset)
 
     def path(

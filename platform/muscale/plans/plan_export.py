@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.plans.plan import Plan
 from muscale.programs.job import job_of
 from proxy_models.architecture.families import build, family_of
@@ -142,10 +142,8 @@ def export_job(plan: Plan, numerics: Numerics, folder: Path) -> Path:
         StageError: If the plan changes its recipe during the run.
     """
     chain, path = plan.chain(numerics), folder / "job.json"
-    try:
+    with refusing("plan: --export"):
         job = job_of(chain.numerics, chain.segments)
-    except ValueError as error:
-        raise StageError(f"plan: --export: {error}") from error
     (folder / "state").mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(job.to_dict(), indent=1) + "\n")
     return path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.proxies.ladder import law_columns
 from muscale.settings.config import StudyConfig
 from muscale.settings.plan import PlanSettings, Shape, model_with_explicit
@@ -73,7 +73,7 @@ def size_for(
             unique_tokens=unique,
             max_epochs=settings.max_epochs if unique else None,
         )
-        try:
+        with refusing("plan", ScalingError):
             return decide(
                 law,
                 budget,
@@ -83,8 +83,6 @@ def size_for(
                 tolerance=settings.tolerance,
                 level=settings.level,
             )
-        except ScalingError as error:
-            raise StageError(f"plan: {error}") from error
 
     # A second decision is needed if text repeats, and only the first tells: the epochs, and the unique tokens of a mixture, follow
     # from its D. The fit, which has intervals, knows no repeats; the law with them has no intervals.

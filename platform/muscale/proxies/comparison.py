@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from muscale.actors.jobs import Job
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.proxies.compared_losses import ComparedLosses
 from muscale.proxies.variant_rates import MAX_STEPS, Train, first_steps, tune_rates
 from muscale.proxies.variants import Variant, policy, stems_of, variants, widths_of
@@ -196,7 +196,7 @@ def _untrained(variant: Variant, stem: Stem, config: StudyConfig) -> dict[str, A
 def _outcome(config: StudyConfig, rows: list[dict[str, Any]], n_sizes: int, unit: str) -> VariantComparison:
     """Compare the variants so far, with the verdicts of the looks that decided them; raise StageError if that is impossible."""
     settings = config.compare
-    try:
+    with refusing("compare", ScalingError, ValueError):
         return compare_variants(
             pd.DataFrame(rows),
             BASELINE,
@@ -206,5 +206,3 @@ def _outcome(config: StudyConfig, rows: list[dict[str, Any]], n_sizes: int, unit
             n_looks=max(1, n_sizes - 1),
             unit=unit,
         )
-    except (ScalingError, ValueError) as error:
-        raise StageError(f"compare: {error}") from error

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from muscale.actors.jobs import Job
-from muscale.errors import StageError
+from muscale.errors import refusing
 from muscale.proxies.expert_axes import NO_LAWS, AxisLaws, rate_factor
 from muscale.proxies.ladder_stages import stage_branches
 from muscale.proxies.measures import Measures
@@ -260,7 +260,7 @@ def fit_law(rows: pd.DataFrame, settings: FitSettings, model: Member) -> Scaling
     Raises:
         StageError: If no law can be fitted.
     """
-    try:
+    with refusing("fit", ScalingError, ValueError):
         return fit(
             rows,
             form=MixtureOfExperts() if SPARSITY in rows else None,
@@ -270,8 +270,6 @@ def fit_law(rows: pd.DataFrame, settings: FitSettings, model: Member) -> Scaling
             seed=settings.seed,
             max_regret=settings.max_regret,
         )
-    except (ScalingError, ValueError) as error:
-        raise StageError(f"fit: {error}") from error
 
 
 def _coordinates(rows: pd.DataFrame, space: Space, horizon: HorizonLaw) -> pd.DataFrame:

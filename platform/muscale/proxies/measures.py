@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muscale.errors import StageError
+from muscale.errors import refusing
 from muscale.settings import corpus as data
 from muscale.settings.config import StudyConfig
 from muscale.settings.scores import ScoresSettings
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
-from proxy_models.data.cleaning.cleaning_step import MissingLibraryError
 from proxy_models.data.corpus import Corpus
-from proxy_models.data.sources import CorpusError
 from proxy_models.hashing import content_key
 
 if TYPE_CHECKING:
@@ -83,12 +81,10 @@ def measures_of(
     from proxy_models.evaluation.quantised_loss import QuantisedLoss
     from proxy_models.evaluation.samples import Samples
 
-    try:
+    with refusing("scores"):
         if settings.tasks or settings.prompts:
             corpus.tokenizer()
         tasks = _tasks(config, settings, ledger, corpus, directory, on_progress)
-    except (CorpusError, MissingLibraryError, ValueError) as error:
-        raise StageError(f"scores: {error}") from error
     always: list[Measure] = [HeldOutLoss()]
     if tasks:
         always.append(tasks)

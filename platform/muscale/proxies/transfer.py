@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from muscale.actors.jobs import Job
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.proxies.ladder import branches
 from muscale.search.rung_optima import for_horizon
 from muscale.search.sweep_result import SweepResult
@@ -215,11 +215,9 @@ class _Grids:
         found = []
         for seed in self.config.transfer.seeds:
             member = replace(self.numerics, model=model, seed=seed)
-            try:
+            with refusing(f"transfer: {label}"):
                 tuned = replace(self.best, **changed)
                 runs = branches(member, tuned, lengths, tuned_at=longest, purpose="transfer", label=label)
-            except ValueError as error:
-                raise StageError(f"transfer: {label}: {error}") from error
             found += [
                 GridRun(**grid, value=value, n_tokens=length, job=job)
                 for length, job in zip(sorted(lengths), runs, strict=True)

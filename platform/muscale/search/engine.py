@@ -12,7 +12,7 @@ import numpy as np
 
 from muscale.actors.trial_retries import Attempts
 from muscale.actors.work import LOSS, Next
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.search.budget import SweepBudget
 from muscale.search.population import may_follow
 from muscale.search.protocols import Advance, Scheduler, Searcher, Start
@@ -255,12 +255,9 @@ class Engine:
         view = RecordView(self.record, self._top)
         proposed = self._searcher.propose(number, view)
         config = {name: value.item() if isinstance(value, np.generic) else value for name, value in proposed.items()}
-        try:
+        searcher = type(self._searcher).__name__
+        with refusing(f"sweep: searcher {searcher}: trial {number} must lie in sweep.space", SpaceError):
             view.space.validate(config)
-        except SpaceError as error:
-            raise StageError(
-                f"sweep: searcher {type(self._searcher).__name__}: trial {number} must lie in sweep.space: {error}"
-            ) from error
         return config
 
     def _allows(self, move: Start | Advance) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from muscale.errors import StudyDirectoryError, one_line
+from muscale.errors import StudyDirectoryError, one_line, refusing
 from muscale.store.read_only import open_read_only
 from muscale.store.statements import find_runs, runs_table
 from proxy_models.recipes.hyperparameters import Hyperparameters
@@ -120,10 +120,9 @@ def describe_prior_runs(source: Path, defaults: Hyperparameters, space: Space, n
 def runs_of(source: Path) -> pd.DataFrame:
     """The runs of another study's ledger, which is only read; raises StudyDirectoryError if there is none of this schema."""
     with open_read_only(source) as (name, read):
-        try:
+        rule = f"{name}: runs: n_params, n_tokens and loss must be numbers"
+        with refusing(rule, TypeError, ValueError, raising=StudyDirectoryError):
             table = runs_table(read(partial(find_runs, without=_UNUSED)), _UNUSED)
-        except (TypeError, ValueError) as error:
-            raise StudyDirectoryError(f"{name}: runs: n_params, n_tokens and loss must be numbers: {error}") from error
         for number, row in enumerate(table.to_dict("records"), 1):
             for column, kind in _KINDS.items():
                 if not isinstance(row[column], kind):

@@ -9,7 +9,7 @@ import pandas as pd
 from muscale.actors.cluster import staying_cluster
 from muscale.actors.corpus_hashes import require_unchanged
 from muscale.actors.tune_run import run_with_tune
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.layout import CORPUS
 from muscale.search.engine import Engine
 from muscale.search.own_methods import is_noted_as_finished, note_methods
@@ -101,10 +101,8 @@ def _narrow(sweep: Sweep, record: Record) -> None:
     search_round = record.rounds[-1]
     seen = RecordView(record, sweep.plan.top).observations
     results = pd.DataFrame([{**dict.fromkeys(search_round.space), **one.config, "loss": one.loss} for one in seen])
-    try:
+    with refusing("sweep: can't be narrowed", SpaceError):
         narrowed = narrow(search_round.space, results)
-    except SpaceError as error:
-        raise StageError(f"sweep: can't be narrowed: {error}") from error
     record.begin_round(search_round.searcher, narrowed.space, narrowed.to_dict())
 
 

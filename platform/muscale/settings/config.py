@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import pydantic
 
-from muscale.errors import StudyFileError
+from muscale.errors import StudyFileError, refusing
 from muscale.layout import STUDY_FILE
 from muscale.settings.cross_field_rules import cross_field_errors
 from muscale.settings.overrides import Overrides, override
@@ -131,7 +131,5 @@ def _space(table: Any, where: str) -> Space:
         return table
     if not isinstance(table, str):
         return Space.from_dict(table, where=where)
-    try:
+    with refusing(where, SpaceError, raising=SpaceError):
         return ready_made(table)
-    except SpaceError as error:
-        raise SpaceError(f"{where}: {error}") from error

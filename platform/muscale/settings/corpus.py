@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field, PositiveInt
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.layout import CLEANED
 from muscale.settings.cleaning import CleanSettings
 from muscale.settings.strict import StrictTable, broken
@@ -223,18 +223,13 @@ def check(settings: CorpusSettings, directory: Path, model_vocab_size: int) -> N
         ValueError: Naming key, file, rule and value; CorpusError is a subclass.
     """
     for name, source in sources(settings, directory).items():
-        try:
+        with refusing(f"corpus.sources.{name}.path" if settings.sources else "corpus.source", raising=ValueError):
             source.files()
-        except ValueError as error:
-            key = f"corpus.sources.{name}.path" if settings.sources else "corpus.source"
-            raise ValueError(f"{key}: {error}") from error
     chosen = tokenizer(settings, directory, model_vocab_size)
     if chosen.path is None:
         return
-    try:
+    with refusing("corpus.tokenizer", raising=ValueError):
         found = FileTokenizer(Path(chosen.path), chosen.end_of_document)
-    except ValueError as error:
-        raise ValueError(f"corpus.tokenizer: {error}") from error
     if found.vocab_size > model_vocab_size:
         raise ValueError(
             f"model.vocab_size: must be at least the {found.vocab_size} ids of {chosen.path}, got {model_vocab_size}"

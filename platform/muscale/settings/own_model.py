@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
-from muscale.errors import StageError, one_line
+from muscale.errors import StageError, one_line, refusing
 from muscale.layout import MEMBERS
 from muscale.settings.strict import StrictTable, TableError, build_strictly
 from proxy_models.architecture.counted import counted_at_any_context, remember
@@ -48,12 +48,10 @@ class OwnModel(StrictTable):
         Raises:
             TableError: If the family can't be imported, or refuses the values.
         """
-        try:
+        with refusing(f"{where}.family", raising=TableError):
             name = self._qualified()
             announce(name)
             found = load(name)
-        except ValueError as error:
-            raise TableError(f"{where}.family: {error}") from error
         sizes = {"vocab_size": self.vocab_size, "context_length": self.context_length}
         if both := sorted(sizes.keys() & self.args.keys()):
             raise TableError(f"{where}.args.{both[0]}: belongs directly in [model], got {self.args[both[0]]!r}")

@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast, get_args, get_origi
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from muscale.errors import refusing
+
 T = TypeVar("T")
 _LONGEST = 200  # most characters of a value in a message
 PositiveOrInfinite: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=True)]
@@ -175,8 +177,6 @@ def build_strictly(build: type[T], table: Mapping[str, Any], where: str) -> T:
         for field in dataclasses.fields(build)  # type: ignore[arg-type]
     }
     valid = build_strictly(pydantic.create_model(build.__name__, __base__=StrictTable, **fields), table, where)
-    try:
+    with refusing(where, raising=TableError):
         # 4 becomes 4.0 for a float, so that equal settings have equal keys.
         return build(**{name: getattr(valid, name) for name in fields})
-    except ValueError as error:
-        raise TableError(f"{where}: {error}") from error

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, PrivateAttr
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.layout import INITIAL_WEIGHTS
 from muscale.settings.compare import CompareSettings, VariantSettings
 from muscale.settings.corpus import CorpusSettings
@@ -297,10 +297,8 @@ class StudyTables(StrictTable):
         if not corpus.all_count:
             from proxy_models.data.batches import evaluation_sets  # slow to import: torch
 
-            try:
+            with refusing("corpus.evaluation_tokens"):
                 evaluation_sets(corpus, self.model.context_length, wanted)
-            except ValueError as error:
-                raise StageError(f"corpus.evaluation_tokens: {error}") from error
         weights = key_of_weights(directory / INITIAL_WEIGHTS) if self.initial_weights else None
         if self.initial_weights and weights is None:
             raise StageError(

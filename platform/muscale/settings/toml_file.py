@@ -10,7 +10,7 @@ from typing import Any
 import tomlkit
 from tomlkit.items import Item
 
-from muscale.errors import MuscaleError
+from muscale.errors import MuscaleError, refusing
 from muscale.formatting import format_read_error
 
 _SHORT = 30  # most characters of an entry that shares its line with others
@@ -37,12 +37,10 @@ def read_toml(path: Path, refusal: type[MuscaleError], *, missing: str = "", is_
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
     """Parse the tables of a text; raise ValueError if the text is not UTF-8 or not TOML, whose integers have 64 bits."""
-    try:
+    with refusing("can't be read as TOML", raising=ValueError):
         # editors of Windows add a mark
         values = tomllib.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
         _require_64_bits(values)
-    except ValueError as error:
-        raise ValueError(f"can't be read as TOML: {error}") from error
     return values
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import pydantic
 from pydantic import Field, PositiveInt
 
-from muscale.errors import TrainerError
+from muscale.errors import TrainerError, refusing
 from muscale.formatting import format_read_error
 from muscale.programs.program_family import Program, digest_of
 from muscale.programs.protocol import fill
@@ -85,9 +85,7 @@ def described_member(own: OwnModel, directory: Path, where: str) -> Member:
     Raises:
         TableError: If there is no such member, the program breaks the protocol, or its files differ from those that the table names.
     """
-    try:
+    with refusing(f"{where}.command", ValueError, TrainerError, raising=TableError):
         program = Program(**cast(dict[str, Any], own.args))
         program.allow(directory.resolve())
         return program.member(own.d_model, own.n_layers)
-    except (ValueError, TrainerError) as error:
-        raise TableError(f"{where}.command: {error}") from error

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.full_runs.amend.amendment import Amendment
 from muscale.full_runs.amend.control import require_control
 from muscale.full_runs.amend.parent import (
@@ -60,7 +59,7 @@ def plan_continuation(
         StageError: If there is no such parent, or it can't be continued this way.
     """
     file = ContinuationFile.read(path, vocab_size=config.model.vocab_size)
-    with _naming(str(path)):
+    with refusing(path, StageError):
         parent = find_parent(file.parent, ledger, first, numerics)
         corpus, evaluation = _corpus(file.own_corpus, parent, path.resolve().parent, config, ledger, first, on_progress)
         segments = _continued(file, parent)
@@ -98,7 +97,7 @@ def plan_amendment(
     Raises:
         StageError: If there is no such parent, or its checkpoint can't take the change; the message names the key.
     """
-    with _naming(str(where or "amend")):
+    with refusing(where or "amend", StageError):
         wanted = recorded_parent(file.parent, file.reason, file.changes, ledger)
         parent = find_parent(wanted, ledger, first, numerics)
         base = where.resolve().parent if where else ledger.directory
@@ -136,15 +135,6 @@ def plan_amendment(
             changes=file.changes,
             control=file.control,
         )
-
-
-@contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """Put the file's name before messages of StageError."""
-    try:
-        yield
-    except StageError as error:
-        raise StageError(f"{where}: {error}") from error
 
 
 def _plan(
@@ -255,13 +245,11 @@ def _remixed(corpus: Corpus, file: AmendmentFile, parent: Parent, end: int, ledg
     mixture = corpus.mixture_of(parent.numerics.run_tokens)
     if mixture is None:
         raise StageError(f"{key}: the parent's corpus must have several sources, but {corpus.folder} has one")
-    try:
+    with refusing(key):
         if file.until_fraction:
             mixture = _with_last_stage(mixture, file.until_fraction, parent, end)
         else:
             mixture = mixture.reweighted(file.mixture, parent.lineage[-1].position + parent.tokens)
-    except ValueError as error:
-        raise StageError(f"{key}: {error}") from error
     folder = ledger.directory / CORPORA / content_key([corpus.key, mixture.to_dict()])
     return write_remixed(corpus, folder, mixture)
 
@@ -292,10 +280,8 @@ def _with_model(numerics: Numerics, changes: Mapping[str, Any]) -> Numerics:
     def changed(model: M) -> M:
         if unknown := next((name for name in changes if not hasattr(model, name)), None):
             raise StageError(f"model.{unknown}: must be a setting of the model's family, got {changes[unknown]!r}")
-        try:
+        with refusing("model"):
             found = ModelFamily(base=replace(model, **changes)).at()
-        except ValueError as error:
-            raise StageError(f"model: {error}") from error
         if found.n_params_total != model.n_params_total:
             raise StageError(
                 f"model: must keep the shapes of the checkpoint's {model.n_params_total} parameters, got {found.n_params_total} with "
@@ -338,14 +324,10 @@ def _require_trainable(planned: Amendment, config: StudyConfig) -> None:
         if tokens % context:
             raise StageError(f"{key}: must be a multiple of the context length, {context} tokens, got {tokens}")
     require_weighted_losses(planned.corpus, numerics.model)
-    try:
+    with refusing("corpus.evaluation_tokens"):
         evaluation_sets(planned.corpus, context, numerics.evaluation_tokens)
-    except ValueError as error:
-        raise StageError(f"corpus.evaluation_tokens: {error}") from error
-    try:
+    with refusing("optimizer"):
         numerics.parametrization(recipe.optimizer)
-    except ValueError as error:
-        raise StageError(f"optimizer: {error}") from error
     if layout_errors := list(config.promote.parallelism.layout_errors(numerics.model)):
         raise StageError("; ".join(layout_errors))
     try:

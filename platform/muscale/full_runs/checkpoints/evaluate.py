@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.full_runs.checkpoints.evaluation import CheckpointEvaluation
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, MANIFEST, require_intact, tokens_of
 from muscale.full_runs.checkpoints.run_description import RunDescription
@@ -92,7 +92,7 @@ def subject_at(
 def evaluation_of(subject: Subject, measures: Sequence[Measure], where: Path, began: float) -> CheckpointEvaluation:
     """The evaluation of weights from a folder, begun at this `time.perf_counter`; raises as `evaluate_checkpoint`."""
     losses: dict[str, Any] = {"val_loss": None, "source_losses": {}}
-    try:
+    with refusing(where, CorpusError):
         if subject.text:
             of_loss = HeldOutLoss().measure(subject)
             by_source = {score.name: score.value for score in of_loss.scores if score.metric == "loss"}
@@ -102,8 +102,6 @@ def evaluation_of(subject: Subject, measures: Sequence[Measure], where: Path, be
         found = [
             of_loss if subject.text and measure == HeldOutLoss() else measure.measure(subject) for measure in measures
         ]
-    except CorpusError as error:
-        raise StageError(f"{where}: {error}") from error
     return CheckpointEvaluation(
         checkpoint=where.name,
         tokens=subject.tokens,
@@ -145,10 +143,8 @@ def _model(run: RunDescription, checkpoint: Path, where: torch.device | DeviceMe
         raise StageError(
             f"{checkpoint}: weights of another model: {found:,} of them, the model of {RUN} has {member.n_params_total:,}"
         )
-    try:
+    with refusing(checkpoint):
         import_family(member)
-    except ValueError as error:
-        raise StageError(f"{checkpoint}: {error}") from error
     try:
         shapes = weight_shapes(member)
         if isinstance(where, torch.device):

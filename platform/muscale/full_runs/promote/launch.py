@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from muscale.actors.cluster import cluster
-from muscale.errors import PreemptedError, StageError
+from muscale.errors import PreemptedError, StageError, refusing
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.async_evaluation import Fitting, async_evaluation_of
 from muscale.full_runs.records import retries
@@ -94,10 +94,8 @@ def _require_stages(run: FullRun) -> None:
         return
     from proxy_models.architecture.stage import edges_of  # imports torch
 
-    try:
+    with refusing(f"promote: pipeline_parallel = {run.parallelism.pipeline_parallel}"):
         edges_of(run.numerics.model)
-    except ValueError as error:
-        raise StageError(f"promote: pipeline_parallel = {run.parallelism.pipeline_parallel}: {error}") from error
 
 
 def _train_with_retries(

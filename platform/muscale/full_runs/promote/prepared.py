@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from muscale.commands import StudyCommands
-from muscale.errors import LedgerUnavailableError, MuscaleError, StageError, StudyDirectoryError, one_line
+from muscale.errors import LedgerUnavailableError, MuscaleError, StageError, StudyDirectoryError, one_line, refusing
 from muscale.formatting import format_read_error
 from muscale.full_runs.full_run import FullRun
 from muscale.full_runs.promote.promotion import full_run_of
@@ -106,10 +106,8 @@ def _read(path: Path) -> tuple[StudyConfig, FullRun]:
             "write it again with `muscale promote --prepare`"
         )
     directory = path.resolve().parent
-    try:
+    with refusing(f"{path}: config"):
         return config, full_run_of(plan, config, numerics, directory, directory.parent.parent / CORPUS)
-    except ValueError as error:
-        raise StageError(f"{path}: config: {error}") from error
 
 
 def _config(values: dict[str, Any], model: Member, path: Path) -> StudyConfig:
