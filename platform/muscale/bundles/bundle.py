@@ -32,7 +32,7 @@ from typing import Any, Literal, Self, TypeVar
 from torch import nn
 
 from muscale.bundles.bundle_files import Verification, verify
-from muscale.errors import BundleError
+from muscale.errors import BundleError, refusing
 from muscale.settings.own_model import announce_family
 from proxy_models.architecture.causal_lm import CausalLM
 from proxy_models.architecture.config import ModelConfig, as_decoder
@@ -203,15 +203,13 @@ class Bundle(Result):
         Raises:
             BundleError: If the layout can't hold the model, or the folder is not empty.
         """
-        try:
+        with refusing("export", NotLlamaError, NotFoldableError, FileExistsError, raising=BundleError):
             card = (self.path / CARD).read_text(encoding="utf-8")
             if to == "transformers":
                 self._write_pretrained(Path(folder), card, averaged)
             else:
                 model, weights = self._decoder_weights(averaged)
                 write_llama(model, self.multipliers, weights, Path(folder), self.tokenizer(), card=card)
-        except (NotLlamaError, NotFoldableError, FileExistsError) as error:
-            raise BundleError(f"export: {error}") from error
         return Path(folder)
 
     def _write_pretrained(self, folder: Path, card: str, averaged: bool) -> None:
@@ -252,13 +250,11 @@ class Bundle(Result):
             )
         decoder = self.decoder(averaged=averaged)
         drawn: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
-        try:
+        with refusing("generate", raising=BundleError):
             if isinstance(prompt, str):
                 return continue_text(decoder, tokenizer, prompt, n_tokens, **drawn)
             parts = asked([*prompt], "prompt", "messages")
             return continue_text(decoder, tokenizer, parts, n_tokens, before=END, **drawn)
-        except ValueError as error:
-            raise BundleError(f"generate: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -19,7 +19,7 @@ from muscale.bundles import bundle as parts
 from muscale.bundles.bundle import Bundle
 from muscale.bundles.bundle_files import write_manifest
 from muscale.environment import environment
-from muscale.errors import BundleError, StageError
+from muscale.errors import BundleError, StageError, refusing
 from muscale.fingerprint import package_fingerprint
 from muscale.formatting import finite
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
@@ -93,21 +93,18 @@ def write_bundle(run: FinishedRun, path: Path, *, average: int = 1) -> Bundle:
     table = numerics.parametrization(segments[-1].recipe.optimizer)
     table.require(read_table(final))
     averaging: dict[str, Any] | None = None
-    try:
-        with atomic_directory(path) as folder:
-            loss = _write_weights(run, final, folder / parts.WEIGHTS)
-            _write_optimizer(final, folder / parts.OPTIMIZER)
-            if average > 1:
-                averaging = {"loss": loss, **_average(run, checkpoints, average, folder / parts.AVERAGED)}
-                _write(folder / parts.AVERAGING, averaging)
-            _write_facts(run, table, folder)
-            _write_data(run, folder)
-            _write_environment(run, folder)
-            _write_source(run, folder)
-            (folder / parts.CARD).write_text(run.card(averaging), encoding="utf-8")
-            write_manifest(folder, run.facts)
-    except FileExistsError as error:
-        raise BundleError(f"bundle: {error}") from error
+    with refusing("bundle", FileExistsError, raising=BundleError), atomic_directory(path) as folder:
+        loss = _write_weights(run, final, folder / parts.WEIGHTS)
+        _write_optimizer(final, folder / parts.OPTIMIZER)
+        if average > 1:
+            averaging = {"loss": loss, **_average(run, checkpoints, average, folder / parts.AVERAGED)}
+            _write(folder / parts.AVERAGING, averaging)
+        _write_facts(run, table, folder)
+        _write_data(run, folder)
+        _write_environment(run, folder)
+        _write_source(run, folder)
+        (folder / parts.CARD).write_text(run.card(averaging), encoding="utf-8")
+        write_manifest(folder, run.facts)
     return Bundle.open(path)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tomlkit
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.settings.toml_file import inline
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from search_spaces import Choice, Distribution, Fixed, LogUniform, Ordinal, Prior, Space, SpaceError, Uniform
@@ -106,10 +106,8 @@ def space_from(source: str, distributions: Mapping[str, Distribution], names: Ma
     renamed = {names.get(name, name): distribution for name, distribution in distributions.items()}
     if len(renamed) < len(distributions):
         raise StageError(f"import-space: {source}: --rename: two parameters would have the same name")
-    try:
+    with refusing(f"import-space: {source}", SpaceError):
         return Space(renamed)
-    except SpaceError as error:
-        raise StageError(f"import-space: {source}: {error}") from error
 
 
 def discrete(values: Sequence[Any]) -> Distribution:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from muscale.errors import StageError
+from muscale.errors import StageError, refusing
 from muscale.importers.imported_space import place_of
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
@@ -94,10 +94,8 @@ def record_results(ledger: Ledger, sweep: str, source: Path, table: pd.DataFrame
 
 def _read(source: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     if source.suffix.lower() in TABLES:
-        try:
+        with refusing("sweep"):
             return last_of_runs(read_runs(source, columns))
-        except ValueError as error:
-            raise StageError(f"sweep: {error}") from error
     from muscale.importers.optuna_study import open_study, results_of
 
     study = open_study(str(source))

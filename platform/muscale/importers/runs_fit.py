@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from muscale.errors import StageError
+from muscale.errors import refusing
 from scaling import Decision, Limits, ScalingError, ScalingFit, decide, fit
 from scaling.checks import or_nan, positive
 from scaling.fits.as_found import NO_COLUMNS, UNIT
@@ -65,7 +65,7 @@ def fit_runs(
     Raises:
         StageError: If the table can't be fitted; the message names the file, the column, the rule and the value.
     """
-    try:
+    with refusing("fit", ScalingError, ValueError):
         if compute_flops is not None:
             positive("compute_flops", compute_flops)
         found = fit(
@@ -81,8 +81,6 @@ def fit_runs(
         decision = (
             None if compute_flops is None else decide(found, compute_flops, tokens_per_param=ratio, limits=limits)
         )
-    except (ScalingError, ValueError) as error:
-        raise StageError(f"fit: {error}") from error
     table = read_runs(path, columns)
     unit = table.attrs.get(UNIT, NATS) if loss_unit is None else unit_name(loss_unit)
     warnings = (*([str(doubt)] if doubt else []), *_unit_warnings(table, unit))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from muscale.errors import StageError, one_line
+from muscale.errors import one_line, refusing
 from muscale.formatting import format_read_error
 from muscale.importers.imported_space import ImportedSpace, discrete, multiples_within, normal, space_from, stepped
 from muscale.settings.strict import short_repr
@@ -31,10 +31,8 @@ def read_sweep(path: Path, names: Mapping[str, str]) -> ImportedSpace:
     Raises:
         StageError: If the file can't be used; the message names the file, the key, the rule and the value.
     """
-    try:
+    with refusing(f"import-space: {path}"):
         return _search_of(path, _load(path), names)
-    except ValueError as error:
-        raise StageError(f"import-space: {path}: {error}") from error
 
 
 def _search_of(path: Path, tree: dict[str, Any], names: Mapping[str, str]) -> ImportedSpace:
