@@ -49,6 +49,15 @@ def read_at_most(path: Path, n_bytes: int) -> bytes:
     return content
 
 
+def is_utf8(path: str) -> bool:
+    """Whether a path of the operating system can be written in UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @contextmanager
 def named(path: Path) -> Iterator[None]:
     """Add the path to an operating system's error within the block that names no file."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 WIDTH = 132
 """Longest line of a folded text, characters."""
+MOST_NAMED = 8
+"""Most names of a list in a message."""
 
 
 def format_read_error(error: Exception) -> str:
@@ -36,6 +39,12 @@ def format_duration(seconds: float) -> str:
 def counted(number: int, thing: str) -> str:
     """Format a number of things: 1 worker, 12 workers."""
     return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
+def listed(names: Sequence[object]) -> str:
+    """List the first few of the names, and count the others."""
+    more = f" and {n} more" if (n := len(names) - MOST_NAMED) > 0 else ""
+    return ", ".join(map(str, names[:MOST_NAMED])) + more
 
 
 def format_path(path: Path) -> str:

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import tomlkit
 
 from muscale.errors import StudyDirectoryError, StudyFileError
+from muscale.formatting import counted, listed
 from muscale.found_source import found_source
 from muscale.layout import STUDY_FILE
-from proxy_models.files import write_text
+from proxy_models.files import is_utf8, write_text
 
 if TYPE_CHECKING:
     from muscale.settings.config import StudyConfig
@@ -31,7 +32,6 @@ _TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), section 3
 MOST_OFTEN = 4
 FAMILY = ("my_family.py", "test_my_family.py")
 """Files that --family writes: a custom family and its test."""
-_SHOWN_FILES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +78,9 @@ class NewStudy:
         lines = [f"wrote {self.path}"]
         if self.source is None or self.needed is None:
             return lines[0]
-        lines.append(
-            f"  text: {self.n_files:,} file{'s' * (self.n_files != 1)}, {self.n_bytes:,} bytes in {self.source}"
-        )
+        lines.append(f"  text: {counted(self.n_files, 'file')}, {self.n_bytes:,} bytes in {self.source}")
         if self.left_out:
-            more = f" and {n} more" if (n := len(self.left_out) - _SHOWN_FILES) > 0 else ""
-            lines.append(f"  left out: {', '.join(self.left_out[:_SHOWN_FILES])}{more}")
+            lines.append(f"  left out: {listed(self.left_out)}")
         if self.training_tokens is None:
             return "\n".join([*lines, "  `muscale check` counts its tokens once it has read them"])
         lines.append(f"  about {self.training_tokens:,} training tokens at one byte per token; the rest is held out")
@@ -134,7 +131,7 @@ def write_study(
         if above.exists() and not above.is_dir():
             raise StudyDirectoryError(f"{above}: is a file, but a study needs a directory; give another path")
     for given in (directory, source):
-        if given and not _is_utf8(path_given := str(given.absolute())):
+        if given and not is_utf8(path_given := str(given.absolute())):
             raise StudyDirectoryError(f"{path_given!a}: must have a name in UTF-8, since study files are; rename it")
     if name is not None and not (name.strip() and name.isprintable()):
         raise StudyFileError(f"--name: must be a name of printable characters, got {name!r}")
@@ -179,15 +176,6 @@ def _with_value(text: str, key: str, value: str) -> str:
         return f"{quoted} ".ljust(len(found[0]) - 1) + "#" if found[1] else quoted
 
     return re.sub(rf'^{key} = "[^"]*"( *#)?', put, text, count=1, flags=re.MULTILINE)
-
-
-def _is_utf8(text: str) -> bool:
-    """Return whether a path of the operating system can be written in UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _write(path: Path, text: str) -> None:

@@ -20,6 +20,7 @@ import psutil
 
 from muscale.background import in_background
 from muscale.errors import StageError, first_line
+from muscale.formatting import counted
 from muscale.interrupts import defer_sigint
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def require_room(stage: str, workers: int, each: Mapping[str, float]) -> None:
     if room_for(nodes, each) >= workers:
         return
     kinds = Counter(format_resources({name: node.get(name, 0.0) for name in each}) for node in nodes)
-    there = ", ".join(f"{count} node{'s' * (count > 1)} with {kind}" for kind, count in kinds.items()) or "no node"
+    there = ", ".join(f"{counted(count, 'node')} with {kind}" for kind, count in kinds.items()) or "no node"
     wanted = f"{workers} workers with" if workers > 1 else "a worker with"
     found = f"{stage}: no room for {wanted} {format_resources(each)}{' each' * (workers > 1)}: the cluster has {there}"
     if not may_grow():

@@ -18,6 +18,7 @@ from typing import BinaryIO, Protocol, TypeVar
 from proxy_models.data.file_contents import UTF8, encoding_of, open_content
 from proxy_models.data.records import TextRecord, records
 from proxy_models.data.sources import ROWS, CorpusError, Source, Split
+from proxy_models.files import is_utf8
 
 Part = TypeVar("Part")
 PIECE_BYTES = 1 << 20  # assumed: large compared with most documents, small compared with memory
@@ -138,7 +139,7 @@ def read_files(source: Source, read: Callable[[Path, str], Iterator[Part]], repo
 
     def parts(path: Path) -> Iterator[Part]:
         name = path.relative_to(root).as_posix()
-        if not _is_utf8(name):
+        if not is_utf8(name):
             raise CorpusError(f"{str(path)!a}: the name of a file must be UTF-8; rename it")
         try:
             yield from read(path, name)
@@ -155,14 +156,6 @@ def read_files(source: Source, read: Callable[[Path, str], Iterator[Part]], repo
                 report.skipped[path.relative_to(root).as_posix()] = str(error)
                 continue
         yield from parts(path)
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _of_text(path: Path, name: str, encoding: str, fraction: float, *, alone: bool) -> Iterator[Piece]:

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from muscale.errors import StageError, refusing
+from muscale.formatting import listed
 
 T = TypeVar("T")
 _side: tuple[object, dist.ProcessGroup] | None = None  # the process group, and its side group
 _FIRST_PORT = 15000  # for a Slurm job's ranks: plus the last four digits of its id, as in Lightning's SLURMEnvironment
 
 _COLLECTIVES_KEPT = 2000  # by the flight recorder: some twenty steps of 32 blocks, each gathered twice and reduced once
-_NAMED = 16  # most ranks in a message
 
 
 def rank() -> int:
@@ -186,7 +186,7 @@ def _meet(timeout: timedelta) -> Store:
             absent = [number for number, key in enumerate(arrived) if not store.check([key])]
             raise StageError(
                 f"promote: {len(absent)} of {n_ranks} ranks did not start within {timeout}: "
-                f"{', '.join(map(str, absent[:_NAMED]))}{', …' if len(absent) > _NAMED else ''}; see their logs, or raise "
+                f"{listed(absent)}; see their logs, or raise "
                 "promote.start_timeout_minutes"
             ) from error
         raise

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from muscale.errors import StageError
+from muscale.formatting import listed
 from proxy_models.hashing import file_sha256
 
 CHECKPOINTS = "checkpoints"
@@ -21,7 +22,6 @@ MANIFEST = "manifest.json"
 PARAMETRIZATION = "parametrization.json"
 _NEEDED = {".metadata", PARAMETRIZATION}  # required to resume
 _SHARD = re.compile(r"__(\d{1,9})_\d+\.distcp")  # the rank that wrote the file, as torch names it
-_MOST_NAMES = 5  # most names in a message
 
 
 class CheckpointFolder:
@@ -93,7 +93,7 @@ def require_intact(checkpoint: Path, find: Callable[[Path], list[str]] | None = 
     if not checkpoint.is_dir():
         raise StageError(f"{checkpoint}: no such checkpoint")
     if damaged := (find or find_damage)(checkpoint):
-        raise StageError(f"{checkpoint}: does not match the hashes of its manifest: {format_names(damaged)}")
+        raise StageError(f"{checkpoint}: does not match the hashes of its manifest: {listed(damaged)}")
 
 
 def write_manifest(folder: Path, hashes: dict[str, str]) -> None:
@@ -127,13 +127,8 @@ def find_damage(checkpoint: Path, *, rank: int = 0, ranks: int = 1) -> list[str]
 def warn_of_damage(checkpoint: Path, damaged: Sequence[str]) -> None:
     """Log that a checkpoint is skipped, and which files are damaged."""
     logging.getLogger(__name__).warning(
-        "%s does not match the hashes of its manifest: %s; skipped", checkpoint, format_names(damaged)
+        "%s does not match the hashes of its manifest: %s; skipped", checkpoint, listed(damaged)
     )
-
-
-def format_names(names: Sequence[str]) -> str:
-    """List the first few of the names."""
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if (more := len(names) - _MOST_NAMES) > 0 else "")
 
 
 def _writer(name: str) -> int:

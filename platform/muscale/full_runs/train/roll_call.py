@@ -22,10 +22,11 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from muscale.formatting import listed
+
 _LOOKS = 20  # checks within the patience
 _LONGEST_TICK = 0.2  # seconds; the store is written at most once per step
 _FOR_ANSWERS = 1.3  # times the patience, after which all ranks that can answer have done so
-_NAMED = 8  # most ranks named per location in a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,5 +118,4 @@ def describe(ranks: Sequence[RankState], seconds: float) -> str:
 
 
 def _names(ranks: Sequence[RankState]) -> str:
-    names = ", ".join(f"{rank.rank} on {rank.host}" for rank in ranks[:_NAMED])
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}{f' and {len(ranks) - _NAMED} more' if len(ranks) > _NAMED else ''}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed([f'{rank.rank} on {rank.host}' for rank in ranks])}"

@@ -23,6 +23,7 @@ import torch
 
 from muscale.environment import device_name
 from muscale.errors import StageError
+from muscale.formatting import counted
 from muscale.full_runs.train.rank_flags import MOST_SECONDS, MOST_STEPS
 from muscale.layout import CORPUS
 from muscale.machine.gpu.gpu_report import Check, GpuReport
@@ -246,7 +247,7 @@ def _at_most(what: str, value: float, bound: float, found: str, stated: str) -> 
 def _where(found: Measurement) -> str:
     case = found.case
     size = "350M" if case.model == GPT_350M else "small"
-    return f"{case.ranks} rank{'s' if case.ranks > 1 else ''}, {size}, {case.precision}"
+    return f"{counted(case.ranks, 'rank')}, {size}, {case.precision}"
 
 
 def packing(device: Device, directory: Path) -> tuple[list[Check], list[dict[str, Any]]]:
