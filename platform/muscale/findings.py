@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -28,13 +27,11 @@ from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import runs
 from muscale.store.statements import find
 from proxy_models.architecture.parametrization import CARRIED_EXPERTS
+from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus
 from proxy_models.data.token_files import MANIFEST
 from proxy_models.training.numerics import Numerics
 from scaling import HorizonLaw, ScalingError, ScalingFit, StageLaw, Verdict
-
-if TYPE_CHECKING:
-    from proxy_models.coordinates.check import CoordinateCheck
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,15 +12,13 @@ from muscale.errors import last_line
 from muscale.formatting import format_duration
 from muscale.machine.diagnosis import Finding
 from muscale.plans.costs import estimate
+from muscale.settings.config import StudyConfig
 from proxy_models.data.corpus_writing import write_corpus
 from proxy_models.data.sources import Source
 from proxy_models.recipes.hyperparameters import Hyperparameters
 from proxy_models.recipes.segments import chain
 from proxy_models.training.numerics import Numerics
 from proxy_models.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from muscale.settings.config import StudyConfig
 
 _SECONDS = 2.0  # duration of the measurement (assumed)
 _MOST_SEQUENCES = 8  # per step on the CPU; more hardly raise the speed (assumed)

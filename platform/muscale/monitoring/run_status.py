@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from muscale.formatting import format_duration
 from muscale.full_runs.amend.amended_runs import AmendedRun
@@ -15,9 +16,6 @@ from muscale.full_runs.records.events import Event
 from muscale.monitoring import run_figures
 from muscale.plans.band import Band
 from scaling.presentation import Result
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _NEWEST = 8  # evaluations shown in the text
 

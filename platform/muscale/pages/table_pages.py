@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muscale.pages.law_sections import GROUP, sections_of_fit, variant_section
 from muscale.pages.report import write_page
 from muscale.pages.sections import Section, as_table, drawn, moment
 from muscale.store.ledger import now
-from scaling import ScalingError, backtest, next_runs
+from scaling import Decision, MixtureFit, ScalingError, ScalingFit, VariantComparison, backtest, next_runs
 from scaling.fits.backtest import FORMS_COMPARED
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from scaling import Decision, MixtureFit, ScalingFit, VariantComparison
-    from scaling.mixtures.best import BestMixture
-    from scaling.mixtures.following import NextMixtures
+from scaling.mixtures.best import BestMixture
+from scaling.mixtures.following import NextMixtures
 
 _of_fit = partial(Section, command="fit", group=GROUP)
 _of_mixture = partial(Section, command="mixture", group="Mixture")

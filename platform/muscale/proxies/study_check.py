@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from muscale.settings.config import StudyConfig
 from muscale.store.ledger import Ledger
 from muscale.store.ledger_tables import ResultKind
 from muscale.store.lineage import input_key
+from proxy_models.coordinates.check import CoordinateCheck
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.numerics import Numerics
-
-if TYPE_CHECKING:
-    from proxy_models.coordinates.check import CoordinateCheck
 
 
 def known_check(config: StudyConfig, numerics: Numerics, ledger: Ledger) -> CoordinateCheck | None:
     """Return the recorded check from the ledger; None if there is none."""
-    from proxy_models.coordinates.check import CoordinateCheck
-
     known = ledger.result(ResultKind.CHECK, _key(config, numerics))
     return CoordinateCheck.from_dict(known) if known else None
 
