@@ -68,6 +68,7 @@ from muscale.tracking.trackers import Tracking
 from proxy_models.architecture.member import ModuleConfig
 from proxy_models.data.cleaning.cleaned import Cleaned
 from proxy_models.data.corpus import Corpus
+from proxy_models.training.compilation import missing_compiler
 from proxy_models.training.numerics import Numerics
 from scaling import ScalingFit, Verdict
 from scaling.fits.as_found import NO_COLUMNS
@@ -790,8 +791,6 @@ class Study(Result):
             StageError: If a stage has no result, or the coordinate check or the gate fails and `force` is not set.
         """
         if self.config.resources.compile:
-            from proxy_models.training.compilation import missing_compiler
-
             missing_compiler(self.config.resources.device)  # logged here, as workers' logs are not shown
         with staying_cluster(), cancellable(self.ledger):
             if not self.config.trainer:

@@ -50,8 +50,10 @@ from muscale.settings.config import StudyConfig
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
 from proxy_models.architecture.memory import MemoryEstimate
+from proxy_models.data.batches import evaluation_sets
 from proxy_models.data.corpus import Corpus
 from proxy_models.training.attended import attended_length
+from proxy_models.training.precision import DTYPES
 from proxy_models.training.traced_memory import checkpoint_bytes
 from scaling import Verdict
 from scaling.presentation import Result
@@ -304,8 +306,6 @@ def _predicted(worker: PlannedWorker, corpus: Corpus) -> tuple[StepTime | None, 
 
 def _attention(worker: PlannedWorker) -> Iterator[GateLine]:
     """The gate line about the attention kernel, if the model's family knows it."""
-    from proxy_models.training.precision import DTYPES
-
     model, layout, dtype = worker.plan.model, worker.config.promote.parallelism, DTYPES[worker.plan.precision]
     found = family_of(model).attention_kernel(model, dtype, context_parallel=layout.context_parallel)
     if found is None:
@@ -317,8 +317,6 @@ def _attention(worker: PlannedWorker) -> Iterator[GateLine]:
 
 def _too_short(corpus: Corpus, model: Member, config: StudyConfig) -> str:
     """Message about a held-out split that is too short for evaluations at the run's context; "" if it is long enough."""
-    from proxy_models.data.batches import evaluation_sets
-
     try:
         evaluation_sets(corpus, model.context_length, config.corpus.evaluation_tokens)
     except ValueError as error:
