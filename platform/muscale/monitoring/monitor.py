@@ -26,10 +26,7 @@ from muscale.store.statements import find
 
 _RATE_STEPS = 50  # steps over which tokens per second are measured
 # kind of result in the ledger: whether the run is external
-_STARTED = {
-    ResultKind.PROMOTION_STARTED: False,
-    ResultKind.EXTERNAL_RUN_STARTED: True,
-}
+_STARTED = {ResultKind.PROMOTION_STARTED: False, ResultKind.EXTERNAL_RUN_STARTED: True}
 
 
 class Monitor:

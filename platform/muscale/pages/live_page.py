@@ -33,11 +33,7 @@ from muscale.store.ledger_tables import ResultKind, metadata
 LOOK_SECONDS = 1.0
 _COUNTED = ("segments", "runs", "results", "forecasts", "rounds")
 # largest number of each sweep, in an indexed column
-_NUMBERED = {
-    "trials": "number",
-    "rungs": "sequence",
-    "decisions": "sequence",
-}
+_NUMBERED = {"trials": "number", "rungs": "sequence", "decisions": "sequence"}
 _SETTLES = ("segments", "runs", "trials", "rungs", "decisions", "rounds", "forecasts")
 _REST = 4.0  # times the duration of a look, so that looking takes at most a fifth of a core from the training
 _RECENT_SECONDS = 120.0

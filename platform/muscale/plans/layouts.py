@@ -17,13 +17,7 @@ from muscale.settings.parallelism import Parallelism
 from muscale.settings.promote import GROUPS, LAYOUT, PromoteSettings
 from proxy_models.architecture.families import family_of
 from proxy_models.architecture.member import Member
-from proxy_models.architecture.memory import (
-    MEMORY_SHARE,
-    Checkpointing,
-    MemoryEstimate,
-    Sharding,
-    largest_micro_batch,
-)
+from proxy_models.architecture.memory import MEMORY_SHARE, Checkpointing, MemoryEstimate, Sharding, largest_micro_batch
 from proxy_models.architecture.stage_layout import SPLIT_BACKWARD, PipelineSchedule
 from proxy_models.data.corpus import Corpus
 from scaling import accelerator
@@ -251,10 +245,7 @@ def _candidates(
             pipeline_parallel=stages,
             pipeline_schedule=schedule,
         )
-        errors = (
-            *plain.layout_errors(model),
-            *plain.unfit(workers, sequences=sequences, node_ranks=node_devices),
-        )
+        errors = (*plain.layout_errors(model), *plain.unfit(workers, sequences=sequences, node_ranks=node_devices))
         if not errors:
             kinds = get_args(Checkpointing)[:1] if plain.splits_backward else get_args(Checkpointing)
             yield from (replace(plain, checkpointing=kind) for kind in kinds)

@@ -33,15 +33,7 @@ from proxy_models.recipes.schedule import COOLING
 from proxy_models.recipes.segments import branch
 from proxy_models.recipes.segments import chain as chain_of
 from proxy_models.training.numerics import Numerics
-from scaling import (
-    HorizonLaw,
-    MixtureOfExperts,
-    RegretSurface,
-    ScalingError,
-    ScalingFit,
-    fit,
-    fit_regret_surface,
-)
+from scaling import HorizonLaw, MixtureOfExperts, RegretSurface, ScalingError, ScalingFit, fit, fit_regret_surface
 from scaling.forms.expert_law import SPARSITY
 from search_spaces import Choice, Distribution, Fixed, Integer, LogUniform, Ordinal, Space, Uniform, is_log
 

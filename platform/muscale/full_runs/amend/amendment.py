@@ -9,12 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from muscale.full_runs.amend.parent import (
-    LineageSegment,
-    Parent,
-    plain,
-    read_again,
-)
+from muscale.full_runs.amend.parent import LineageSegment, Parent, plain, read_again
 from muscale.full_runs.full_run import FullRun, HeldOut, InitialState
 from muscale.layout import FULL_RUNS
 from muscale.settings.config import StudyConfig

@@ -10,13 +10,7 @@ from typing import Any, TypeVar
 from muscale.errors import StageError, refusing
 from muscale.full_runs.amend.amendment import Amendment
 from muscale.full_runs.amend.control import require_control
-from muscale.full_runs.amend.parent import (
-    Parent,
-    find_parent,
-    position_in,
-    recorded_parent,
-    require_checkpoint,
-)
+from muscale.full_runs.amend.parent import Parent, find_parent, position_in, recorded_parent, require_checkpoint
 from muscale.layout import CORPORA
 from muscale.proxies.leak_check import shared_text
 from muscale.settings.amendment_file import AmendmentFile

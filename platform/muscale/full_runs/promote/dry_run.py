@@ -204,10 +204,7 @@ def dry_run(
                 doublings=h.batch_doublings,
             ),
             precision_line(
-                config.precision,
-                plan.precision,
-                device=worker.device.name,
-                has_bf16=worker.device.has_bf16,
+                config.precision, plan.precision, device=worker.device.name, has_bf16=worker.device.has_bf16
             ),
             context_line(model, config.model, too_short=_too_short(corpus, model, config)),
             cadence_line(cadence, run_seconds=run_seconds(plan, config, corpus)),
@@ -221,11 +218,7 @@ def dry_run(
 
 
 def _transfer(
-    plan: Plan,
-    config: StudyConfig,
-    verdict: Verdict,
-    ladder_laws: AxisLaws,
-    check: CoordinateCheck | None,
+    plan: Plan, config: StudyConfig, verdict: Verdict, ladder_laws: AxisLaws, check: CoordinateCheck | None
 ) -> Iterator[GateLine]:
     """The gate lines about values carried over sizes; runs from given weights have one size and no coordinate check."""
     if config.initial_weights:
