@@ -13,7 +13,7 @@ from muscale.errors import StageError, refusing
 from muscale.formatting import format_duration
 from muscale.full_runs.amend.parent import begun_last, find_amendment
 from muscale.full_runs.amend.so_far import SoFar
-from muscale.full_runs.records.run_records import RunRecords
+from muscale.full_runs.records.run_records import RunRecords, seconds_per_token
 from muscale.layout import FULL_RUNS
 from muscale.plans.ladder_schedules import LadderSchedules
 from muscale.plans.plan import Plan
@@ -117,7 +117,7 @@ def anneal_now(
             length=float(plan.n_tokens),
             level=level,
         )
-    pace = records.seconds_per_token() or math.nan
+    pace = seconds_per_token(records.steps()) or math.nan
     rows = []
     for share, forecast in zip(shares, found, strict=True):
         end = round(tokens * (1 + share))

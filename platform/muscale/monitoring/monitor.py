@@ -13,7 +13,7 @@ from muscale.full_runs.amend.amended_runs import amended_runs
 from muscale.full_runs.promote.promotion import recorded_promotion
 from muscale.full_runs.records.alarms import find_alarms
 from muscale.full_runs.records.events import run_events
-from muscale.full_runs.records.run_records import FIGURES, RunRecords
+from muscale.full_runs.records.run_records import FIGURES, RunRecords, seconds_per_token
 from muscale.idle_experts import IDLE_STEPS, idle_experts
 from muscale.layout import EXTERNAL_RUNS, FAILURE, FULL_RUNS
 from muscale.monitoring.external_run import ExternalRun
@@ -60,7 +60,7 @@ class Monitor:
         evaluations = self._band.place(self._records.evaluations())
         alarms = find_alarms(evaluations, plan=self.plan, alarm_after=self.alarm_after, asserted=self.asserted)
         failure, file = self.directory / FAILURE, self._records.metrics
-        mfu = steps["mfu"].dropna().tail(_RATE_STEPS)
+        pace, mfu = seconds_per_token(steps, _RATE_STEPS), steps["mfu"].dropna().tail(_RATE_STEPS)
         return RunStatus(
             plan=self.plan,
             n_tokens=self._n_tokens,
@@ -69,7 +69,7 @@ class Monitor:
             evaluations=evaluations,
             alarms=alarms,
             run_events=run_events(self.ledger, self.plan, asserted=self.asserted, seen=alarms),
-            tokens_per_second=_tokens_per_second(steps),
+            tokens_per_second=pace and 1 / pace,
             mfu=float(mfu.mean()) if len(mfu) else None,
             experts=idle_experts(steps["dead_experts"], least_steps=IDLE_STEPS),
             idle_seconds=max(0.0, time.time() - file.stat().st_mtime) if file.exists() else math.nan,
@@ -146,11 +146,3 @@ def _begun(ledger: Ledger, plan: str | None) -> tuple[str, bool]:
         if ledger.result(started, plan):
             return plan, external
     raise StageError(f"watch: no run of plan {plan} has started; start it with `muscale promote --plan {plan}`")
-
-
-def _tokens_per_second(steps: pd.DataFrame) -> float | None:
-    last = steps.dropna(subset=["seconds"]).tail(_RATE_STEPS + 1)
-    if len(last) < 2:
-        return None
-    tokens, seconds = (float(last[name].iloc[-1] - last[name].iloc[0]) for name in ("tokens", "seconds"))
-    return tokens / seconds if seconds > 0 and tokens > 0 else None

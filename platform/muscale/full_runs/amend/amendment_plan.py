@@ -16,7 +16,7 @@ from muscale.full_runs.amend.train import Amended, begin, train_amendment
 from muscale.full_runs.checkpoints.folder import CHECKPOINTS, CheckpointFolder
 from muscale.full_runs.promote.launch import Launcher, launcher_of
 from muscale.full_runs.promote.replay import NOT_REPLAYED, Replay, replay
-from muscale.full_runs.records.run_records import RunRecords
+from muscale.full_runs.records.run_records import RunRecords, seconds_per_token
 from muscale.layout import FULL_RUNS
 from muscale.plans.ladder_schedules import LadderSchedules
 from muscale.progress import Display
@@ -63,7 +63,7 @@ class AmendmentPlan(Result):
         else:
             found = started.get("no_forecast") or "none was registered before the run began"
         control = (amendment.control or 0) * amendment.parent.recipe.batch_tokens
-        pace = RunRecords(amendment.directory / FULL_RUNS / amendment.parent.run).seconds_per_token()
+        pace = seconds_per_token(RunRecords(amendment.directory / FULL_RUNS / amendment.parent.run).steps())
         return cls(
             amendment=amendment,
             forecast=None if isinstance(found, str) else found,

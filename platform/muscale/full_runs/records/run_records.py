@@ -64,6 +64,19 @@ class MetricsTail:
                 column.append(row.get(name))
 
 
+def seconds_per_token(steps: pd.DataFrame, last: int | None = None) -> float | None:
+    """Mean time of a token, without the start of the first step; None if fewer than two steps have a time.
+
+    Args:
+        last: Number of the latest steps to average over; None: all.
+    """
+    timed = steps.dropna(subset=["seconds"]).tail(len(steps) if last is None else last + 1)
+    if len(timed) < 2:
+        return None
+    tokens, seconds = (float(timed[name].iloc[-1] - timed[name].iloc[0]) for name in ("tokens", "seconds"))
+    return seconds / tokens if tokens > 0 and seconds > 0 else None
+
+
 class RunRecords:
     """The records in a run's directory; each call reads only new lines."""
 
@@ -81,14 +94,6 @@ class RunRecords:
         for row in json_lines.read(self.metrics) if self.steps()["largest_load"].notna().any() else ():
             loads = row.get("expert_loads", loads)
         return loads
-
-    def seconds_per_token(self) -> float | None:
-        """Mean time of a token over all steps, without the start of the first; None if fewer than two have a time."""
-        timed = self.steps().dropna(subset=["seconds"])
-        if len(timed) < 2:
-            return None
-        tokens, seconds = (float(timed[name].iloc[-1] - timed[name].iloc[0]) for name in ("tokens", "seconds"))
-        return seconds / tokens if tokens > 0 and seconds > 0 else None
 
     def evaluations(self) -> pd.DataFrame:
         """Columns tokens, val_loss, by tokens; the run's own evaluation takes precedence over an asynchronous evaluation."""
