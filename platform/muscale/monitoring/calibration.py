@@ -64,18 +64,8 @@ class Calibration(Result):
         for (level, asserted, amended), group in self.table.groupby(["level", "asserted", "amended"]):
             inside = int(group["inside"].sum())
             limits = binomtest(inside, len(group)).proportion_ci(_COVERAGE_LEVEL, method="exact")
-            rows.append(
-                (
-                    level,
-                    asserted,
-                    amended,
-                    len(group),
-                    inside,
-                    inside / len(group),
-                    float(limits.low),
-                    float(limits.high),
-                )
-            )
+            share = (inside / len(group), float(limits.low), float(limits.high))
+            rows.append((level, asserted, amended, len(group), inside, *share))
         return pd.DataFrame(rows, columns=["level", "asserted", "amended", "runs", "inside", "share", "low", "high"])
 
     def to_dict(self) -> dict[str, Any]:

@@ -105,8 +105,11 @@ def compare(
     rate: Callable[[float], SupportsFloat] = (lambda _: own) if horizon is None else horizon.rate
     octaves = {v.name: math.nan if v.log2_rate is None else v.log2_rate - study.log2_rate for v in found}
     stems = stems_of(config)
-    rows: list[dict[str, Any]] = [_untrained(v, stems[0], config) for v in others if v.log2_rate is None]
     keys: list[str] = []
+    rows: list[dict[str, Any]] = []
+    for untrained in (v for v in others if v.log2_rate is None):  # at no rate: one diverged run of the first size
+        flops = 6.0 * stems[0].of(untrained.family).n_params * stems[0].n_tokens
+        rows.append(_row(untrained, 1, config.compare.seeds[0], flops, math.nan))
     running = [v for v in others if v.log2_rate is not None]
     losses = ComparedLosses.of(ledger, corpora, numerics.model.loss_unit)
     for number, stem in enumerate(stems, start=1):
@@ -185,12 +188,6 @@ def _runs(config: StudyConfig, study: Variant, running: Sequence[Variant]) -> li
 
 def _row(variant: Variant, size: int, seed: int, flops: float, loss: float) -> dict[str, Any]:
     return {"variant": variant.name, "size": size, "seed": seed, "compute_flops": flops, "loss": loss}
-
-
-def _untrained(variant: Variant, stem: Stem, config: StudyConfig) -> dict[str, Any]:
-    """Return the row of a variant that trains at no rate: one diverged run of the first size."""
-    flops = 6.0 * stem.of(variant.family).n_params * stem.n_tokens
-    return _row(variant, 1, config.compare.seeds[0], flops, math.nan)
 
 
 def _outcome(config: StudyConfig, rows: list[dict[str, Any]], n_sizes: int, unit: str) -> VariantComparison:

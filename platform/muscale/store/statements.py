@@ -65,8 +65,7 @@ def find(
 
 def result_keys(connection: sa.Connection, kind: str) -> set[str]:
     """The keys of all results of a kind."""
-    table = metadata.tables["results"]
-    return set(connection.execute(sa.select(table.c.key).where(table.c.kind == kind)).scalars())
+    return set(connection.execute(sa.select(results.c.key).where(results.c.kind == kind)).scalars())
 
 
 def sweep_rows(connection: sa.Connection, sweep: str) -> dict[str, list[dict[str, Any]]]:
