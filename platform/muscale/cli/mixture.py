@@ -90,7 +90,7 @@ def mixture(
 
             write_mixture_page(html, runs.stem, fit, found["best"], found.get("next_mixtures"))
     if json:
-        show({name: _plain(each) for name, each in found.items()}, as_json=True)
+        show(found, as_json=True)
     else:
         for number, each in enumerate(found.values()):
             print(end="\n" if number else "")
@@ -118,7 +118,3 @@ def _numbers(option: str, words: tuple[str, ...]) -> dict[str, float]:
         except ValueError:
             raise StudyFileError(f"mixture: --{option} must be NAME=NUMBER, got {word!r}") from None
     return found
-
-
-def _plain(each: Any) -> Any:
-    return each.to_dict("records") if hasattr(each, "to_string") else each.to_dict()

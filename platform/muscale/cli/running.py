@@ -127,5 +127,5 @@ def _plain(result: Any) -> Any:
     if hasattr(result, "to_string"):
         return result.to_dict("records")
     if isinstance(result, Mapping):
-        return dict(result)
-    return getattr(result, "to_dict", lambda: str(result))()
+        return {name: _plain(value) for name, value in result.items()}
+    return getattr(result, "to_dict", lambda: result)()
