@@ -43,7 +43,9 @@ def _forecasts(
     forecasts: ScoreForecasts | None, checkpoints: Sequence[EvaluatedCheckpoint], gallery: str | None
 ) -> Section:
     table = None
-    if forecasts:
+    about = "No forecast of a score is registered; `muscale plan` registers those of tasks and of memorised shares."
+    if forecasts and forecasts.scores:
+        about = f"Forecasts of the full run's scores, registered with the plan, with {forecasts.level:.0%} intervals."
         finished = [one for one in checkpoints if one.run == forecasts.plan and one.anneals]
         table = forecasts.with_measured(scores_of(finished)).table
         table["inside"] = table["inside"].map(_INSIDE)
@@ -53,9 +55,7 @@ def _forecasts(
         )
     return _of_scores(
         title="Scores",
-        about=f"Forecasts of the full run's scores, registered with the plan, with {forecasts.level:.0%} intervals."
-        if forecasts
-        else "No forecast of a score is registered; `muscale plan` registers them.",
+        about=about,
         table=as_table(table),
         link=(gallery, "Samples and scores of every checkpoint") if gallery else None,
     )

@@ -102,12 +102,15 @@ class ScoreForecasts(Recorded):
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per score."""
-        return pd.DataFrame([score.to_dict() for score in self.scores])
+        """One row per score; all columns also if [scores] has nothing that is forecast."""
+        columns = [*PlannedScore(task="", metric="", errors={}).to_dict()]
+        return pd.DataFrame([score.to_dict() for score in self.scores], columns=columns)
 
     def __str__(self) -> str:
         head = f"scores of plan {self.plan}, {self.level:.0%} intervals"
-        return "\n".join([head, *(f"  {score}" for score in self.scores)])
+        return "\n".join(
+            [head, *([f"  {score}" for score in self.scores] or ["  none: nothing in [scores] is forecast"])]
+        )
 
 
 def forecast_scores(plan: Plan, ladder: pd.DataFrame, settings: ScoresSettings) -> ScoreForecasts:

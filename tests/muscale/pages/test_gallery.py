@@ -21,6 +21,7 @@ from muscale.pages.contents import gather
 from muscale.pages.gallery import open_gallery, run_names
 from muscale.pages.live_page import LivePage
 from muscale.pages.score_sections import _ablation, _rounded, score_sections
+from muscale.plans.score_forecasts import ScoreForecasts
 from muscale.store.evaluations import record
 from tests.muscale.browsers import NARROW, WIDE, Opened, chromium, opened
 from tests.muscale.command_lines import muscale
@@ -158,6 +159,13 @@ def test_the_report_has_the_scores_and_leads_to_the_gallery(
     assert (sections["Loss after rounding the weights"].table or "").count("<td>int4</td>") == 3
     assert (sections["Memorisation"].table or "").count("<td>20,8") == 2
     assert Path(study.report()).read_text().count('id="memorisation"') == 1
+
+
+def test_samples_alone_lead_to_the_gallery_without_a_table_of_forecasts() -> None:
+    nothing = ScoreForecasts(plan="p", level=0.9, scores=())
+    assert score_sections([], nothing, None) == []
+    (section,) = score_sections([], nothing, GALLERY)
+    assert (section.table, GALLERY in section.markup) == (None, True)
 
 
 def test_a_study_without_scores_has_no_section_on_them(make_study: Callable[[], Path]) -> None:

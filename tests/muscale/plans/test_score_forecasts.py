@@ -162,6 +162,7 @@ def test_a_measured_score_is_inside_or_outside_its_interval() -> None:
     assert (probability.measured, probability.standard_error, probability.inside) == (0.4, None, None)
     assert score.inside is None
     assert len(found.table) == 2
+    assert [*replace(found, scores=()).table] == [*found.table]
 
 
 def memorised(size: float, times: float) -> float:
