@@ -42,7 +42,6 @@ def model_card(
         lineage: Results of sweep and fit as plain values, with caveats.
         scores: Scores of the last weights other than the held-out loss.
     """
-    stated = all(files.manifest["tokenizer"] == STATED for files in corpus.sources.values())
     return _render(
         "model_card.md.jinja",
         averaging=averaging,
@@ -53,7 +52,9 @@ def model_card(
         corpus=corpus,
         epochs=corpus.epochs(plan.n_tokens, plan.model.context_length),
         warnings=corpus.warnings(plan.n_tokens, plan.model.context_length),
-        tokenizer="not known, because the corpus was given as tokens" if stated else kept_name(corpus.folder),
+        tokenizer=kept_name(corpus.folder)
+        if _has_tokenizer(corpus)
+        else "not known, because the corpus was given as tokens",
         sweep=lineage["sweep"],
         fit=lineage["fit"],
         caveats=lineage["caveats"],
@@ -84,7 +85,11 @@ def continuation_card(
     )
 
 
-def _render(template: str, *, numerics: Numerics, **values: Any) -> str:
+def _has_tokenizer(corpus: Corpus) -> bool:
+    return any(files.manifest["tokenizer"] != STATED for files in corpus.sources.values())
+
+
+def _render(template: str, *, numerics: Numerics, corpus: Corpus, **values: Any) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
@@ -93,7 +98,12 @@ def _render(template: str, *, numerics: Numerics, **values: Any) -> str:
     text = "".join((files / name).read_text(encoding="utf-8") for name in (template, "card_use.md.jinja"))
     model = numerics.model
     return environment.from_string(text).render(
-        numerics=numerics, model=model, export_errors=llama_errors(model), **values
+        numerics=numerics,
+        model=model,
+        corpus=corpus,
+        has_tokenizer=_has_tokenizer(corpus),
+        export_errors=llama_errors(model),
+        **values,
     )
 
 

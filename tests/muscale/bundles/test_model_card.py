@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from muscale.bundles.model_card import continuation_card, model_card
@@ -12,7 +14,10 @@ from muscale.full_runs.amend.train import Amended, Losses
 from muscale.full_runs.records.events import Event
 from muscale.full_runs.records.goodput import Goodput
 from proxy_models.architecture.config import as_decoder
+from proxy_models.architecture.config_family import make_family
 from proxy_models.data.corpus import Corpus
+from proxy_models.data.corpus_writing import write_corpus
+from proxy_models.data.sources import Source
 from proxy_models.evaluation.measure import Score
 from proxy_models.training.numerics import Numerics
 from tests.muscale import planted_ladder
@@ -34,7 +39,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def card(corpus: Corpus, **known: Any) -> str:
     model = known.get("plan", PLAN).model
     numerics = Numerics(
-        model=model, base=model, corpus_key=corpus.key, seed=5, evaluation_tokens=2048, precision="bf16"
+        model=model,
+        base=known.pop("base", model),
+        corpus_key=corpus.key,
+        seed=5,
+        evaluation_tokens=2048,
+        precision="bf16",
+        initial_weights=known.pop("initial_weights", None),
     )
     values = {"name": "study", "plan": PLAN, "promotion": PROMOTION, "lineage": LINEAGE, "averaging": None, **known}
     return model_card(numerics=numerics, corpus=corpus, **values)
@@ -83,6 +94,33 @@ def test_of_a_source_with_prompts_it_has_the_share_of_the_tokens_that_count(corp
     assert f"| corpus | {prompted.n_tokens:,} | {epochs:.3g} |" in text
     assert "not to follow instructions" in plain
     assert "not to follow instructions" not in text
+
+
+def test_a_model_from_given_weights_was_trained_on_more_than_the_data_above(corpus: Corpus) -> None:
+    text = card(corpus, initial_weights="0123456789abcdef")
+    assert "| initial weights | given, with the hash 0123456789abcdef |" in text
+    assert "what those were trained on is not known here" in text
+    assert "not to follow instructions" not in text
+
+
+def test_its_commands_are_those_that_work(corpus: Corpus, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.arange(40_000, dtype=np.uint16) % 250)
+    tokens = write_corpus(tmp_path / "tokens", Source(path=str(ids), kind="tokens", vocab_size=256))
+    assert "muscale generate" in card(corpus)
+    assert "muscale generate" not in card(tokens)
+
+
+def test_only_a_depth_whose_blocks_have_no_multiplier_is_offered_for_export(
+    corpus: Corpus, transformers: ModuleType
+) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+    family = make_family("transformers:LlamaConfig", transformers.LlamaConfig)(
+        **{"vocab_size": 300, "context_length": 32, **sizes}
+    )
+    model = family.member(32, 2)
+    assert "--to transformers" in card(corpus, plan=replace(PLAN, model=model))
+    assert "--to transformers" not in card(corpus, plan=replace(PLAN, model=model), base=family.member(32, 1))
 
 
 def test_averages_are_listed_with_the_last_weights(corpus: Corpus) -> None:
