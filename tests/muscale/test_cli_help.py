@@ -1,5 +1,6 @@
 """The help: every command ends with an example that can be typed, commands stand in the order of the loop."""
 
+import re
 import shutil
 import subprocess
 
@@ -24,6 +25,11 @@ def test_a_command_ends_its_help_with_an_example_that_can_be_parsed(
     assert shown.code == 0
     last = " ".join(shown.out.split("Example: ")[-1].split())
     assert last.split() == ["muscale", *commands()[name].help_epilogue.partition("Example: muscale ")[2].split()]
+
+
+@pytest.mark.parametrize("name", commands())
+def test_the_help_of_a_command_has_no_tags_which_it_would_not_show(name: str) -> None:
+    assert re.findall(r"<\w+>", commands()[name].default_command.__doc__ or "") == []
 
 
 def test_the_application_shows_groups_exit_codes_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:

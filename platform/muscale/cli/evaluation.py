@@ -49,7 +49,7 @@ def evaluate(
         quantised_bits: Measure the loss with weights rounded to so many bits, 8 and 4.
         ablation: Measure the loss without each layer, or without each head of the built-in decoder.
         corpus: Folder of the corpus, if it was moved since the run began.
-        device: "cpu", which is the default, "cuda" or "cuda:<number>".
+        device: "cpu", which is the default, "cuda" or "cuda:NUMBER", such as "cuda:1".
         workers: Ray workers that share the weights of a checkpoint, if the model is too large for one; each takes a CPU, or a GPU.
     """
     given = {
