@@ -65,10 +65,12 @@ def test_a_forced_promotion_and_its_caveats_stay_in_it(corpus: Corpus) -> None:
     caveat = "the fit has changed"
     text = card(
         corpus,
-        promotion=replace(PROMOTION, forced=True, verdict="fail"),
+        promotion=replace(PROMOTION, forced=True, verdict="fail", forced_lines=("leaks", "by law")),
         lineage={**LINEAGE, "sweep": None, "caveats": [caveat]},
     )
     assert 'the verdict was "fail" when the run was started, and the run was FORCED' in text
+    assert "leaks, by law" in text
+    assert "FORCED" in card(corpus, promotion=replace(PROMOTION, forced=True))  # recorded without its conditions
     assert "1. Sweep: no longer known." in text
     assert f"Caveat: {caveat}." in text
     fitted = {**LINEAGE, "fit": {"rows": {"data": [1, 2, 3]}, "warnings": ["few runs"]}}
