@@ -100,8 +100,9 @@ class Amended(Recorded):
         return sum(past.tokens for past in self.lineage[:-1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with what the control derives."""
-        return {**super().to_dict(), "control": self.control.to_dict() if self.control else None}
+        """Plain values, with what the control derives; with a forecast, `no_forecast` is empty."""
+        control = self.control.to_dict() if self.control else None
+        return {**super().to_dict(), "no_forecast": "" if self.forecast else self.no_forecast, "control": control}
 
     @property
     def losses(self) -> list[tuple[str, float, float]]:

@@ -444,3 +444,5 @@ def test_a_forecast_is_registered_at_the_start_and_scored_at_the_end(case: Case)
     assert done.started_at == started["at"] < done.finished_at
     assert done.inside
     assert not replace(done, forecast=replace(forecast, high=1.0)).inside
+    without = replace(done, forecast=None, no_forecast="no law was finished")
+    assert [one.to_dict()["no_forecast"] for one in (done, without)] == ["", "no law was finished"]
