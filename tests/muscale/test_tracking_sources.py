@@ -184,6 +184,20 @@ def test_trials_are_shown_with_what_became_of_them(make_study: MakeStudy) -> Non
     ledger.close()
 
 
+def test_the_longest_annealed_run_of_a_trial_is_shown_with_its_tokens(
+    make_study: MakeStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_study()
+    ledger = Ledger(path.parent / "ledger.sqlite")
+    sweep = open_sweep(path, ledger)
+    plant(sweep)
+    runs = pd.DataFrame({"trial": [0, 0, 1], "n_tokens": [8192, 4096, 4096], "loss": [1.5, 2.25, 2.5]})
+    monkeypatch.setattr(type(sweep), "annealed_runs", lambda _sweep, _record: runs)
+    shown = [(run.summary.get("annealed_loss"), run.summary.get("annealed_tokens")) for run in trials(sweep)]
+    assert shown == [(1.5, 8192), (2.5, 4096), (None, None)]
+    ledger.close()
+
+
 def test_the_same_study_in_another_directory_is_another_one(tmp_path: Path) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()

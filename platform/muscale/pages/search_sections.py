@@ -58,11 +58,12 @@ def search_sections(sweep: SweepResult | None) -> list[Section]:
 def _trials(result: SweepResult) -> pd.DataFrame:
     """Return the trials without their costs, under names that can wrap, so that the table fits the page."""
     costs = [name for name in result.trials if name.startswith("cost_")]
-    table = result.trials.drop(columns=["expected_loss", "n_tokens", "on_front", *costs])
+    table = result.trials.drop(columns=["expected_loss", "on_front", *costs])
+    table["n_tokens"] = [tokens or None for tokens in table["n_tokens"].tolist()]
     at_rungs = {
         name: f"loss at {int(name.removeprefix('loss_at_')):,}" for name in table if name.startswith("loss_at_")
     }
-    table = table.rename(columns=at_rungs | {"annealed_loss": "annealed loss"})
+    table = table.rename(columns=at_rungs | {"annealed_loss": "annealed loss", "n_tokens": "annealed at"})
     return table if table["round"].any() else table.drop(columns="round")
 
 

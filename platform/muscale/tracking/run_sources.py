@@ -56,11 +56,11 @@ def trials(sweep: Sweep) -> Iterator[TrackedRun]:
     key, plan = study_key(sweep.ledger.directory), sweep.plan
     given = plan.defaults.to_dict()
     annealed = sweep.annealed_runs(record).dropna()
-    longest = annealed.sort_values("n_tokens").drop_duplicates("trial", keep="last").set_index("trial")["loss"]
+    longest = annealed.sort_values("n_tokens").drop_duplicates("trial", keep="last").set_index("trial")
     for trial, values in record.configs.items():
         if record.last_rung(trial) < 0:
             continue
-        known = float(longest[trial]) if trial in longest.index else None
+        known = trial in longest.index
         status = record.status(trial, plan.top)
         model = plan.numerics.model
         yield TrackedRun(
@@ -78,7 +78,7 @@ def trials(sweep: Sweep) -> Iterator[TrackedRun]:
                 "sweep": sweep.key,
             },
             rows={"rungs": list(_rung_rows(sweep, record, trial))},
-            summary=_trial_summary(record, trial, status, known),
+            summary=_trial_summary(record, trial, status) | (_annealed(longest.loc[trial]) if known else {}),
             ended="failed"
             if status in ("diverged", "failed")
             else "finished"
@@ -98,13 +98,18 @@ def _rung_rows(sweep: Sweep, record: Record, trial: int) -> Iterator[Row]:
             yield Row(at=tokens, values=values)
 
 
-def _trial_summary(record: Record, trial: int, status: str, annealed: float | None) -> dict[str, Any]:
+def _annealed(run: pd.Series) -> dict[str, Any]:
+    """Loss and tokens of a trial's longest annealed run, which may be shorter than the trial."""
+    return {"annealed_loss": float(run["loss"]), "annealed_tokens": int(run["n_tokens"])}
+
+
+def _trial_summary(record: Record, trial: int, status: str) -> dict[str, Any]:
     tokens, seconds = record.cost(trial)
     summary: dict[str, Any] = {"status": status, "rung": record.last_rung(trial)}
     summary |= {"trained_tokens": tokens, "trained_seconds": seconds}
     if math.isfinite(loss := record.loss(trial, record.last_rung(trial))):
         summary["val_loss"] = loss
-    return summary if annealed is None else summary | {"annealed_loss": annealed}
+    return summary
 
 
 class FullRunSource:

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from muscale import StageError, StudyConfig
+from muscale.pages.search_sections import _trials
 from muscale.search.rung_optima import RungOptima, for_horizon
 from muscale.search.sweep_result import SweepResult
 from proxy_models.architecture.config import ModelConfig
@@ -44,6 +45,13 @@ def test_the_interval_of_each_length_s_optimum_contains_the_planted_one(search: 
     assert "fitted optimum at 8,000 tokens" in text
     assert result.finalists is not None
     assert result.finalists.sentence in text
+
+
+def test_the_page_says_how_long_the_run_was_whose_annealed_loss_it_shows(search: Search) -> None:
+    result = search()
+    shown = _trials(result).set_index("trial")["annealed at"].dropna().to_dict()
+    assert shown == result.annealed.dropna(subset="loss").groupby("trial")["n_tokens"].max().to_dict()
+    assert len(set(shown.values())) > 1
 
 
 @pytest.mark.parametrize("diverges", [True, False])
