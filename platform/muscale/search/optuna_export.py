@@ -6,6 +6,7 @@ import math
 import sqlite3
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -44,15 +45,13 @@ def export_optuna(sweep: Sweep, path: Path) -> str:
     if path.exists():
         raise StageError(f"export-optuna: {path} already exists; give another file, or remove it")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    annealed = sweep.annealed_runs(record).dropna().sort_values("n_tokens").drop_duplicates("trial", keep="last")
-    losses = dict(zip(annealed["trial"], annealed["loss"], strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as unfinished:
-        _write(sweep, record, losses, unfinished)
+        _write(sweep, record, unfinished)
     return f"wrote {len(record.configs)} trials to {path}; look at them with: optuna-dashboard sqlite:///{path}"
 
 
-def _write(sweep: Sweep, record: Record, losses: dict[int, float], path: Path) -> None:
+def _write(sweep: Sweep, record: Record, path: Path) -> None:
     # Not by its URL, in which a question mark or a brace of the path would mean something.
     opened = {"creator": lambda: sqlite3.connect(path, check_same_thread=False)}
     storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=opened)
@@ -61,17 +60,18 @@ def _write(sweep: Sweep, record: Record, losses: dict[int, float], path: Path) -
         study.set_user_attr("muscale.sweep", sweep.key)
         study.set_user_attr("loss", f"{sweep.numerics.model.loss_unit}, held out; what trials were ranked by")
         times = {row["number"]: row["created_at"] for row in sweep.ledger.trials(sweep.key)}
+        annealed = sweep.annealed_figures(record)
         ends = {row["trial"]: row["created_at"] for row in sweep.ledger.rungs(sweep.key)}
         for number in record.configs:
             begun = _time(times[number])
-            trial = _trial(sweep, record, number, losses.get(number), begun, _time(ends.get(number)) or begun)
+            trial = _trial(sweep, record, number, annealed.get(number, {}), begun, _time(ends.get(number)) or begun)
             study.add_trial(trial)
     finally:
         storage.engine.dispose()
 
 
 def _trial(
-    sweep: Sweep, record: Record, number: int, annealed: float | None, begun: datetime | None, ended: datetime | None
+    sweep: Sweep, record: Record, number: int, annealed: dict[str, Any], begun: datetime | None, ended: datetime | None
 ) -> FrozenTrial:
     rung = record.last_rung(number)
     config = record.config_at(number, rung) if rung >= 0 else record.configs[number]
@@ -86,9 +86,7 @@ def _trial(
         if (number, r) in record.results and math.isfinite(loss := record.loss(number, r))
     }
     tokens, seconds = record.cost(number)
-    attributes = {"trained_tokens": tokens, "trained_seconds": seconds, "rung": rung, "values": config}
-    if annealed is not None:
-        attributes["annealed_loss"] = annealed
+    attributes = {"trained_tokens": tokens, "trained_seconds": seconds, "rung": rung, "values": config} | annealed
     last = values[max(values)] if values else None
     return FrozenTrial(
         number=number,

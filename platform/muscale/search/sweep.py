@@ -321,6 +321,14 @@ class Sweep:
         rows = [(e.trial, e.rung, chain.last.end, losses[chain.key]) for e, chain in known]
         return pd.DataFrame(rows, columns=["trial", "rung", "n_tokens", "loss"]).astype({"loss": float})
 
+    def annealed_figures(self, record: Record) -> dict[int, dict[str, Any]]:
+        """Return loss and tokens of each trial's longest annealed run, which may be shorter than the trial."""
+        annealed = self.annealed_runs(record).dropna().sort_values("n_tokens").drop_duplicates("trial", keep="last")
+        return {
+            int(row["trial"]): {"annealed_loss": float(row["loss"]), "annealed_tokens": int(row["n_tokens"])}
+            for row in annealed.to_dict("records")
+        }
+
     def finalists(self, record: Record, annealed: pd.DataFrame) -> list[tuple[int, int]]:
         """Return (trial, rung) of the best annealed losses at the longest horizon, best first, each configuration once.
 

@@ -55,12 +55,10 @@ def trials(sweep: Sweep) -> Iterator[TrackedRun]:
     record, name = sweep.record(), sweep.config.name
     key, plan = study_key(sweep.ledger.directory), sweep.plan
     given = plan.defaults.to_dict()
-    annealed = sweep.annealed_runs(record).dropna()
-    longest = annealed.sort_values("n_tokens").drop_duplicates("trial", keep="last").set_index("trial")
+    annealed = sweep.annealed_figures(record)
     for trial, values in record.configs.items():
         if record.last_rung(trial) < 0:
             continue
-        known = trial in longest.index
         status = record.status(trial, plan.top)
         model = plan.numerics.model
         yield TrackedRun(
@@ -78,11 +76,11 @@ def trials(sweep: Sweep) -> Iterator[TrackedRun]:
                 "sweep": sweep.key,
             },
             rows={"rungs": list(_rung_rows(sweep, record, trial))},
-            summary=_trial_summary(record, trial, status) | (_annealed(longest.loc[trial]) if known else {}),
+            summary=_trial_summary(record, trial, status) | annealed.get(trial, {}),
             ended="failed"
             if status in ("diverged", "failed")
             else "finished"
-            if status == "completed" and known
+            if status == "completed" and trial in annealed
             else None,
         )
 
@@ -96,11 +94,6 @@ def _rung_rows(sweep: Sweep, record: Record, trial: int) -> Iterator[Row]:
                 held = record.config_at(trial, rung).items()
                 values |= {f"hyperparameters/{name}": v for name, v in held if isinstance(v, int | float)}
             yield Row(at=tokens, values=values)
-
-
-def _annealed(run: pd.Series) -> dict[str, Any]:
-    """Loss and tokens of a trial's longest annealed run, which may be shorter than the trial."""
-    return {"annealed_loss": float(run["loss"]), "annealed_tokens": int(run["n_tokens"])}
 
 
 def _trial_summary(record: Record, trial: int, status: str) -> dict[str, Any]:

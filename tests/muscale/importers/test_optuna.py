@@ -268,11 +268,13 @@ def test_results_keep_their_own_scale_and_diverged_ones(tmp_path: Path) -> None:
     assert found["loss"].isna().all()
 
 
-def test_an_exported_sweep_is_a_study_of_optunas(swept: Sweep, tmp_path: Path) -> None:
+def test_an_exported_sweep_is_a_study_of_optunas(swept: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "sweep.db"
     with pytest.raises(StageError, match="no trials yet"):
         export_optuna(swept, file)
     plant(swept)
+    annealed = pd.DataFrame({"trial": [0, 0], "n_tokens": [8192, 4096], "loss": [1.5, 2.25]})
+    monkeypatch.setattr(type(swept), "annealed_runs", lambda _sweep, _record: annealed)
     assert "4 trials" in export_optuna(swept, file)
     study = optuna.load_study(study_name="micro", storage=storage(file))
     states = [trial.state for trial in study.trials]
@@ -282,6 +284,8 @@ def test_an_exported_sweep_is_a_study_of_optunas(swept: Sweep, tmp_path: Path) -
     assert (study.best_value, study.best_trial.number) == (1.8, 0)
     assert study.trials[0].params == {"learning_rate": 0.008, "init_scale": 1}, "an ordinal by its rank"
     assert study.trials[0].user_attrs["values"] == {"learning_rate": 0.008, "init_scale": 1.0}
+    shown = [[trial.user_attrs.get(name) for name in ("annealed_loss", "annealed_tokens")] for trial in study.trials]
+    assert shown == [[1.5, 8192], *[[None, None]] * 3]
     assert study.trials[0].distributions["learning_rate"] == optuna.distributions.FloatDistribution(
         0.004, 0.03, log=True
     )
