@@ -32,6 +32,7 @@ _GRID = {"gridcolor": "rgba(128,132,136,0.25)", "zerolinecolor": "rgba(128,132,1
 MAX_ROWS = 1000
 """Limit on the rows of a table on the page: a hundred thousand take minutes to write, and no browser scrolls them."""
 _PAIR = re.compile(r"([^'\"]{1,40}?)\s{2,}(.+)")  # a quoted sample of text is not a name
+_LARGEST_COUNT = 1e9  # with gaps between; larger ones are shown as powers of ten
 _HEIGHT = 420  # pixels, if a figure has no height
 
 
@@ -164,7 +165,7 @@ def as_table(table: pd.DataFrame | None) -> str | None:
         return None
     if len(table) > MAX_ROWS:
         return f"{as_table(table.head(MAX_ROWS))}<p>{MAX_ROWS:,} of {len(table):,} rows</p>"
-    whole = [name for name, column in table.items() if pd.api.types.is_integer_dtype(column)]
+    whole = [name for name, column in table.items() if _counts(column)]
     known = table.replace([math.inf, -math.inf], math.nan)
     markup = str(
         known.where(known.notna(), math.nan).to_html(  # pandas writes a None as its name
@@ -172,10 +173,18 @@ def as_table(table: pd.DataFrame | None) -> str | None:
             border=0,
             na_rep="–",
             float_format=lambda value: f"{value:.4g}",
-            formatters=dict.fromkeys(whole, lambda value: f"{value:,}"),
+            formatters=dict.fromkeys(whole, lambda value: f"{value:,.0f}" if not math.isnan(value) else "–"),
         )
     )
     return markup.replace(' style="text-align: right;"', "")  # the page's style sheet sets this
+
+
+def _counts(column: pd.Series[Any]) -> bool:
+    """Whether a column has whole numbers, or counts and gaps, for which pandas has floats."""
+    if not pd.api.types.is_float_dtype(column):
+        return bool(pd.api.types.is_integer_dtype(column))
+    known = column.dropna()
+    return len(known) < len(column) and bool((known.mod(1).eq(0) & known.between(1, _LARGEST_COUNT)).all())
 
 
 def grouped(sections: list[Section]) -> Iterator[tuple[str, list[Section]]]:

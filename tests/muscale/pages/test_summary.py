@@ -121,3 +121,9 @@ def test_a_table_has_dashes_for_what_is_unknown_or_unbounded() -> None:
     assert markup is not None
     assert re.findall("<td>(.*?)</td>", markup) == ["0.25", "1,000", "–", "–", "2", "–", "–", "3", "–"]
     assert as_table(pd.DataFrame()) is None
+
+
+def test_counts_with_gaps_are_whole_in_a_table_and_measured_values_are_not() -> None:
+    table = pd.DataFrame({"tokens": [262144.0, None], "loss": [2.0, None], "flops": [2e12, None], "rate": [0.25, 3.0]})
+    cells = re.findall("<td>(.*?)</td>", as_table(table) or "")
+    assert cells == ["262,144", "2", "2e+12", "0.25", "–", "–", "–", "3"]
