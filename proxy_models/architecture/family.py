@@ -477,6 +477,26 @@ def _autocast(model: nn.Module, dtype: torch.dtype) -> None:
         model.forward = forward
 
 
+def _require_trainable(model: nn.Module) -> None:
+    """Raise FamilyError for a tensor that a run can't initialize and train."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            raise FamilyError(
+                f"{name}: a parameter must be trained, because a run gives it random initial values; got requires_grad = False; "
+                "register it as a buffer, whose values are kept"
+            )
+        if parameter.dtype != torch.float32:
+            raise FamilyError(
+                f"{name}: parameters must be built in float32, in which their updates are summed; got {parameter.dtype}; "
+                "numerics.precision sets the dtype of the model's products"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module.sparse:
+            raise FamilyError(f"{name}: gradients must be dense, to be clipped and averaged; got sparse = True")
+
+
 @cache
 def _shapes(family: Family, width: int, depth: int, base_width: int) -> dict[str, TensorShape]:
     import torch
@@ -491,20 +511,7 @@ def _shapes(family: Family, width: int, depth: int, base_width: int) -> dict[str
             raise FamilyError(
                 f"{type(family).__name__}.{attribute} must name a module of {type(target).__name__}, got {name!r}; it has {found}"
             )
-    for name, parameter in target.named_parameters():
-        if not parameter.requires_grad:
-            raise FamilyError(
-                f"{name}: a parameter must be trained, because a run gives it random initial values; got requires_grad = False; "
-                "register it as a buffer, whose values are kept"
-            )
-        if parameter.dtype != torch.float32:
-            raise FamilyError(
-                f"{name}: parameters must be built in float32, in which their updates are summed; got {parameter.dtype}; "
-                "numerics.precision sets the dtype of the model's products"
-            )
-    for name, module in target.named_modules():
-        if isinstance(module, torch.nn.Embedding) and module.sparse:
-            raise FamilyError(f"{name}: gradients must be dense, to be clipped and averaged; got sparse = True")
+    _require_trainable(target)
     weight = target.get_parameter(f"{family.readout}.weight")
     shapes = module_shapes(
         target,

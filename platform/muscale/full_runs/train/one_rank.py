@@ -81,7 +81,7 @@ def require_shardable(numerics: Numerics, hyperparameters: Hyperparameters, corp
                     else ""
                 )
                 + (
-                    f"; {', '.join(plain_tensors)} is a tensor but no buffer, so it stays on the meta device: register_buffer"
+                    f"; tensors that are no buffers stay on the meta device: register_buffer for {', '.join(plain_tensors)}"
                     if plain_tensors
                     else ""
                 )
